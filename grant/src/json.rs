@@ -1,11 +1,11 @@
 //! The grant as the extender writes it:
 //! `{"version":1,"podUID":"…","node":"…","issuedAt":"…","containers":{"trainer":[{"gpu":"GPU-…","memoryMiB":8192}]}}`.
 
-use std::{collections::BTreeMap, fmt};
+use std::{collections::BTreeMap, fmt, marker::PhantomData};
 
 use serde::{
     Deserialize, Deserializer,
-    de::{MapAccess, Visitor},
+    de::{MapAccess, Visitor, value::MapAccessDeserializer},
 };
 
 use crate::{GpuReference, Grant, GrantError, MAX_GRANT_BYTES, Recipients, Share, check_shares};
@@ -24,7 +24,7 @@ struct WireGrant {
     #[serde(default)]
     issued_at: Option<String>,
     #[serde(deserialize_with = "unique_containers")]
-    containers: BTreeMap<String, Vec<WireShare>>,
+    containers: BTreeMap<String, Vec<Object<WireShare>>>,
 }
 
 #[derive(Deserialize)]
@@ -37,14 +37,35 @@ struct WireShare {
     compute_percent: Option<u64>,
 }
 
+/// Takes a struct from an object alone, where serde's own derive takes an array of its fields too.
+struct Object<T>(T);
+
+impl<'de, T: Deserialize<'de>> Deserialize<'de> for Object<T> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct ObjectVisitor<T>(PhantomData<T>);
+        impl<'de, T: Deserialize<'de>> Visitor<'de> for ObjectVisitor<T> {
+            type Value = Object<T>;
+
+            fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+                formatter.write_str("an object")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, access: A) -> Result<Self::Value, A::Error> {
+                T::deserialize(MapAccessDeserializer::new(access)).map(Object)
+            }
+        }
+        deserializer.deserialize_map(ObjectVisitor(PhantomData))
+    }
+}
+
 /// A map that refuses a container named twice, where serde's own keeps the last.
-fn unique_containers<'de, D>(deserializer: D) -> Result<BTreeMap<String, Vec<WireShare>>, D::Error>
+fn unique_containers<'de, D>(deserializer: D) -> Result<BTreeMap<String, Vec<Object<WireShare>>>, D::Error>
 where
     D: Deserializer<'de>,
 {
     struct Containers;
     impl<'de> Visitor<'de> for Containers {
-        type Value = BTreeMap<String, Vec<WireShare>>;
+        type Value = BTreeMap<String, Vec<Object<WireShare>>>;
 
         fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
             formatter.write_str("an object from container name to a list of shares")
@@ -52,7 +73,7 @@ where
 
         fn visit_map<A: MapAccess<'de>>(self, mut access: A) -> Result<Self::Value, A::Error> {
             let mut containers = BTreeMap::new();
-            while let Some((name, shares)) = access.next_entry::<String, Vec<WireShare>>()? {
+            while let Some((name, shares)) = access.next_entry::<String, Vec<Object<WireShare>>>()? {
                 if containers.contains_key(&name) {
                     return Err(serde::de::Error::custom(format!("container \"{name}\" is named twice")));
                 }
@@ -73,7 +94,7 @@ pub fn parse(text: &str) -> Result<Grant, GrantError> {
         return Err(GrantError::Empty);
     }
     check_depth(text)?;
-    let wire: WireGrant = serde_json::from_str(text).map_err(|error| GrantError::Json(error.to_string()))?;
+    let Object::<WireGrant>(wire) = serde_json::from_str(text).map_err(|error| GrantError::Json(error.to_string()))?;
     if wire.version != 1 {
         return Err(GrantError::Version(wire.version));
     }
@@ -97,7 +118,7 @@ pub fn parse(text: &str) -> Result<Grant, GrantError> {
     })
 }
 
-fn share(wire: WireShare) -> Result<Share, GrantError> {
+fn share(Object(wire): Object<WireShare>) -> Result<Share, GrantError> {
     let gpu = GpuReference::parse(&wire.gpu)?;
     if let GpuReference::Index(index) = gpu {
         return Err(GrantError::IndexInJson(index.to_string()));
@@ -171,7 +192,8 @@ mod tests {
         for (text, expected) in [
             (String::new(), "the text is empty"),
             ("{".into(), "EOF while parsing"),
-            ("[]".into(), "invalid type: sequence"),
+            ("[]".into(), "invalid type: sequence, expected an object"),
+            (containers(&format!(r#""a":[["{GPU}",1,null]]"#)), "invalid type: sequence, expected an object"),
             (r#"{"version":2,"containers":{}}"#.into(), "grant version 2 is not known"),
             (containers(""), "the grant names no container"),
             (r#"{"containers":{}}"#.into(), "missing field `version`"),
