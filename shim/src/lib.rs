@@ -1,1 +1,26 @@
-//! x
+//! Enforcement: grant + inventory + policy make edits of an OCI spec.
+//!
+//! [`enforce`] reads as the list of the design's rules, in order; each rule lives in a module of its own, named after
+//! the part of the OCI spec that it touches, and is a pure function on JSON: [`hooks`], [`devices`], [`device_rules`],
+//! [`mounts`], [`environment`], [`capabilities`]. [`bundle`] is the thin edge which reads and writes files:
+//! `config.json`, the inventory, the stage, the image's `ld.so.cache` and the container's [`state`] folder.
+//! [`policy`] is the administrator's word, [`identity`] says which container of which Pod a bundle is for.
+//!
+//! `config.json` stays a [`serde_json::Value`] throughout: typed structs would drop fields that they don't know and
+//! fail on enum values that they don't know, such as a new capability's name.
+
+pub mod bundle;
+pub mod capabilities;
+pub mod device_rules;
+pub mod devices;
+pub mod enforce;
+pub mod environment;
+mod error;
+pub mod hooks;
+pub mod identity;
+mod json;
+pub mod mounts;
+pub mod policy;
+pub mod state;
+
+pub use error::EnforceError;

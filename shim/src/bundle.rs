@@ -1,0 +1,343 @@
+//! The thin edge around [`crate::enforce`]: reads a bundle and what the node has, writes `config.json` back.
+
+use std::{
+    borrow::Cow,
+    fs,
+    io::{Read, Write},
+    os::unix::fs::{MetadataExt, PermissionsExt},
+    path::{Path, PathBuf},
+};
+
+use gpufence_cdi::{
+    capability::DriverCapabilities,
+    devices::Devices,
+    edits::{self, CONTAINER_FOLDER, EditOptions},
+    inventory::{Found, Inventory, Roots},
+    ldcache,
+    root::Root,
+    spec::{self, ContainerEdits, SpecMount},
+    stage::Stage,
+};
+use gpufence_grant::{
+    GpuReference, Share,
+    annotation::{self, AnnotatedGrant},
+    limits::{self, Limit},
+};
+use serde_json::{Map, Value};
+
+use crate::{
+    EnforceError, device_rules,
+    enforce::{self, Given},
+    environment::{self, Granted},
+    error::io_error,
+    identity::{ContainerKind, Identity},
+    policy::Policy,
+    state::{ContainerFolder, Record, RecordedShare},
+};
+
+/// No engine writes a longer `config.json`; reading one would only hurt us.
+const MAX_CONFIG_BYTES: u64 = 64 << 20;
+/// A cache of 100,000 libraries has some 10 MiB.
+const MAX_CACHE_BYTES: u64 = 16 << 20;
+
+/// What a container was made to be; processes that exec adds later are held to the same.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Outcome {
+    /// What its environment says.
+    pub granted: Granted,
+    /// Capabilities that no process of it has.
+    pub dropped_capabilities: Vec<String>,
+}
+
+/// Enforces the grant on the bundle of container `id` in the engine's `namespace`. `rootfs` is the container's root,
+/// already mounted; by default what the bundle says.
+///
+/// On an error nothing of ours is left behind and `config.json` is as it was.
+pub fn enforce_bundle(
+    policy: &Policy,
+    bundle: &Path,
+    rootfs: Option<&Path>,
+    namespace: &str,
+    id: &str,
+) -> Result<Outcome, EnforceError> {
+    let file = bundle.join("config.json");
+    let before = read_config(&file)?;
+    let annotations = annotations(&before, &file)?;
+    let identity = Identity::of(id, &annotations);
+    let grant = annotation::read(annotations.iter().filter_map(|(key, value)| Some((key.as_str(), value.as_str()?))))?;
+    if let Some(grant) = &grant {
+        check_addressee(grant, &identity, policy)?;
+    }
+    let shares = match (&grant, identity.kind) {
+        (Some(grant), ContainerKind::Container) => grant.grant.shares_of(&identity.name),
+        _ => &[],
+    };
+    let prepared = match &grant {
+        Some(grant) if !shares.is_empty() => {
+            let root = rootfs.map_or_else(|| bundle_root(bundle, &before), Path::to_owned);
+            Some(prepare(policy, grant, shares, &identity, &before, &root, namespace, id)?)
+        }
+        _ => None,
+    };
+    let outcome = finish(policy, &file, before, prepared.as_ref(), namespace, id);
+    if outcome.is_err() {
+        let _ = crate::state::clean_up(policy, namespace, id);
+    }
+    outcome
+}
+
+/// What a container with a grant gets, with its folder on the host not yet made.
+struct Prepared {
+    devices: Devices,
+    edits: ContainerEdits,
+    granted: Granted,
+    record: Record,
+    limits: String,
+    cache: Vec<u8>,
+    mount_points: Vec<String>,
+}
+
+#[allow(clippy::too_many_arguments, reason = "each is one independent input of the create path")]
+fn prepare(
+    policy: &Policy,
+    grant: &AnnotatedGrant,
+    shares: &[Share],
+    identity: &Identity,
+    spec: &Value,
+    rootfs: &Path,
+    namespace: &str,
+    id: &str,
+) -> Result<Prepared, EnforceError> {
+    let unmet = |source| EnforceError::Unmet { annotation: grant.annotation, source };
+    let roots = Roots::open(&policy.driver_root).map_err(unmet)?;
+    let inventory = Inventory::current(&roots, &policy.inventory_file()).map_err(unmet)?;
+    let found = shares.iter().map(|share| find(&inventory, share).map_err(unmet)).collect::<Result<Vec<_>, _>>()?;
+    for (share, found) in shares.iter().zip(&found) {
+        check_memory(grant, share, found)?;
+    }
+    let capabilities = spec
+        .get("process")
+        .and_then(|process| environment::chosen_capabilities(process, &policy.allowed_driver_capabilities))
+        .unwrap_or_else(|| {
+            policy.default_driver_capabilities.intersection(&policy.allowed_driver_capabilities).copied().collect()
+        });
+    let options = edit_options(policy, capabilities);
+    let stage = Stage::ensure(&policy.stage_dir, &inventory, &roots.driver).map_err(unmet)?;
+    let mut edits = edits::devices(&inventory.devices, &found, &options).map_err(unmet)?;
+    let mut driver = edits::driver(&stage, &options);
+
+    let folder = ContainerFolder::of(policy, namespace, id)?;
+    let in_folder = |name: &str, container_path: &str| {
+        edits::read_only(folder.path().join(name).to_string_lossy().into_owned(), container_path.to_owned())
+    };
+    let mount_points = mount_points(&driver.mounts);
+    // The view comes first: the stage's folders are mounted into it.
+    edits.mounts.push(in_folder("view", CONTAINER_FOLDER));
+    edits.mounts.append(&mut driver.mounts);
+    edits.mounts.push(in_folder("ld.so.cache", "/etc/ld.so.cache"));
+
+    let visible: Vec<String> = shares.iter().zip(&found).map(|(share, found)| uuid(share, found)).collect();
+    let limits: Vec<Limit> = shares
+        .iter()
+        .zip(&visible)
+        .map(|(share, uuid)| Limit {
+            uuid: uuid.clone(),
+            memory_bytes: share.memory_mib << 20,
+            compute_percent: share.compute_percent.unwrap_or(100),
+        })
+        .collect();
+    let recorded = shares.iter().zip(&visible).map(|(share, uuid)| RecordedShare {
+        gpu: uuid.clone(),
+        memory_mib: share.memory_mib,
+        compute_percent: share.compute_percent,
+    });
+    let record = Record {
+        namespace: namespace.to_owned(),
+        id: id.to_owned(),
+        name: identity.name.clone(),
+        pod_uid: identity.pod_uid.clone(),
+        annotation: grant.annotation.to_owned(),
+        driver_version: stage.driver_version.clone(),
+        shares: recorded.collect(),
+    };
+    let cache = loader_cache(rootfs, &stage, &options.capabilities)?;
+    Ok(Prepared {
+        devices: inventory.devices,
+        edits,
+        granted: Granted { visible, capabilities: options.capabilities },
+        record,
+        limits: limits::write(&limits),
+        cache,
+        mount_points,
+    })
+}
+
+/// What policy gives a container of these driver capabilities.
+pub fn edit_options(policy: &Policy, capabilities: DriverCapabilities) -> EditOptions {
+    EditOptions { capabilities, binaries: policy.binaries.clone(), firmware: policy.firmware }
+}
+
+fn finish(
+    policy: &Policy,
+    file: &Path,
+    before: Value,
+    prepared: Option<&Prepared>,
+    namespace: &str,
+    id: &str,
+) -> Result<Outcome, EnforceError> {
+    let folder = ContainerFolder::of(policy, namespace, id)?;
+    let devices = match prepared {
+        Some(prepared) => Cow::Borrowed(&prepared.devices),
+        None => Cow::Owned(Devices::discover(&Roots::open(&policy.driver_root)?.host)?),
+    };
+    let (edits, granted) =
+        prepared.map_or_else(Default::default, |prepared| (prepared.edits.clone(), prepared.granted.clone()));
+    let containers = policy.state_dir.join("containers");
+    let privileged = device_rules::allows_by_default(&before);
+    let given = Given {
+        edits: &edits,
+        granted: &granted,
+        devices: &devices,
+        policy,
+        mount_sources: &[&policy.stage_dir, &containers],
+    };
+    let dropped_capabilities = enforce::dropped_capabilities(privileged, &granted, policy).to_vec();
+    let after = enforce::enforce(before.clone(), &given)?;
+    if let Some(prepared) = prepared {
+        folder.create(prepared.mount_points.iter().map(String::as_str))?;
+        folder.write("view/limits", prepared.limits.as_bytes())?;
+        folder.write("ld.so.cache", &prepared.cache)?;
+        let json =
+            |value: Result<String, serde_json::Error>| value.map_err(|error| EnforceError::Shape(error.to_string()));
+        folder.write("record.json", json(serde_json::to_string_pretty(&prepared.record))?.as_bytes())?;
+        let own = spec::container_spec(spec::device_name(id), edits.clone());
+        folder.write("cdi.json", json(serde_json::to_string_pretty(&own))?.as_bytes())?;
+    }
+    if after != before {
+        write_config(file, &after)?;
+    }
+    Ok(Outcome { granted, dropped_capabilities })
+}
+
+fn read_config(file: &Path) -> Result<Value, EnforceError> {
+    let error = |what: String| EnforceError::Spec { path: file.to_owned(), what };
+    let mut bytes = Vec::new();
+    let input = fs::File::open(file).map_err(io_error("open", file))?;
+    input.take(MAX_CONFIG_BYTES + 1).read_to_end(&mut bytes).map_err(io_error("read", file))?;
+    if bytes.len() as u64 > MAX_CONFIG_BYTES {
+        return Err(error(format!("longer than {MAX_CONFIG_BYTES} bytes")));
+    }
+    let value: Value = serde_json::from_slice(&bytes).map_err(|source| error(source.to_string()))?;
+    if value.is_object() { Ok(value) } else { Err(error("not a JSON object".into())) }
+}
+
+/// Writes by temporary file and rename, with owner and mode of the file that was there.
+fn write_config(file: &Path, spec: &Value) -> Result<(), EnforceError> {
+    let bytes = serde_json::to_vec(spec).map_err(|error| EnforceError::Shape(error.to_string()))?;
+    let temporary = file.with_extension("json.gpufence");
+    let write = || {
+        let before = fs::metadata(file)?;
+        let mut output = fs::File::create(&temporary)?;
+        output.set_permissions(fs::Permissions::from_mode(before.mode() & 0o7777))?;
+        std::os::unix::fs::fchown(&output, Some(before.uid()), Some(before.gid()))?;
+        output.write_all(&bytes)?;
+        fs::rename(&temporary, file)
+    };
+    write().map_err(|source| {
+        let _ = fs::remove_file(&temporary);
+        io_error("write", file)(source)
+    })
+}
+
+fn annotations(spec: &Value, file: &Path) -> Result<Map<String, Value>, EnforceError> {
+    match spec.get("annotations") {
+        None | Some(Value::Null) => Ok(Map::new()),
+        Some(Value::Object(map)) => Ok(map.clone()),
+        Some(_) => Err(EnforceError::Spec { path: file.to_owned(), what: "annotations is not an object".into() }),
+    }
+}
+
+/// `root.path`, relative to the bundle.
+fn bundle_root(bundle: &Path, spec: &Value) -> PathBuf {
+    bundle.join(spec.pointer("/root/path").and_then(Value::as_str).unwrap_or("rootfs"))
+}
+
+/// A grant for another Pod or another node is a copied one.
+fn check_addressee(grant: &AnnotatedGrant, identity: &Identity, policy: &Policy) -> Result<(), EnforceError> {
+    let annotation = grant.annotation;
+    let refuse = |what, granted: &str, actual: &str| {
+        Err(EnforceError::NotForUs { annotation, what, granted: granted.to_owned(), actual: actual.to_owned() })
+    };
+    if let Some(granted) = &grant.grant.pod_uid {
+        match &identity.pod_uid {
+            Some(actual) if actual == granted => {}
+            Some(actual) => return refuse("Pod", granted, actual),
+            None if identity.in_pod => return refuse("Pod", granted, "a Pod whose UID containerd doesn't pass on"),
+            None => return refuse("Pod", granted, "no Pod"),
+        }
+    }
+    match &grant.grant.node {
+        Some(granted) if !policy.node.is_empty() && *granted != policy.node => refuse("node", granted, &policy.node),
+        _ => Ok(()),
+    }
+}
+
+fn find<'a>(inventory: &'a Inventory, share: &Share) -> Result<Found<'a>, gpufence_cdi::CdiError> {
+    match &share.gpu {
+        GpuReference::Index(index) => inventory.find(Some(*index), &index.to_string()),
+        GpuReference::Uuid(uuid) => inventory.find(None, uuid),
+    }
+}
+
+/// Where NVML has told how much memory there is, a share can't have more.
+fn check_memory(grant: &AnnotatedGrant, share: &Share, found: &Found<'_>) -> Result<(), EnforceError> {
+    let present = match found {
+        Found::Gpu(gpu) => gpu.memory_mib,
+        Found::Mig(_, instance) => instance.memory_mib,
+    };
+    match present {
+        Some(present) if share.memory_mib > present => Err(EnforceError::TooMuch {
+            annotation: grant.annotation,
+            gpu: share.gpu.to_string(),
+            granted: share.memory_mib,
+            present,
+        }),
+        _ => Ok(()),
+    }
+}
+
+fn uuid(share: &Share, found: &Found<'_>) -> String {
+    let known = match found {
+        Found::Gpu(gpu) => gpu.uuid.clone(),
+        Found::Mig(_, instance) => instance.uuid.clone(),
+    };
+    known.unwrap_or_else(|| share.gpu.to_string())
+}
+
+/// The folders right below ours that the stage's are mounted on.
+fn mount_points(mounts: &[SpecMount]) -> Vec<String> {
+    mounts
+        .iter()
+        .filter_map(|mount| mount.container_path.strip_prefix(CONTAINER_FOLDER)?.strip_prefix('/'))
+        .map(str::to_owned)
+        .collect()
+}
+
+/// The image's `ld.so.cache` with the stage's libraries in front. The image's bytes are data from a stranger: one that
+/// can't be read counts as none, as it does for the loader.
+fn loader_cache(rootfs: &Path, stage: &Stage, capabilities: &DriverCapabilities) -> Result<Vec<u8>, EnforceError> {
+    let root = Root::open(rootfs)?;
+    let bytes = root.read_if_there("/etc/ld.so.cache", MAX_CACHE_BYTES).ok().flatten().unwrap_or_default();
+    let mut cache = ldcache::parse(&bytes).unwrap_or_default();
+    let staged = stage.capabilities.iter().filter(|(capability, _)| capabilities.contains(capability));
+    cache.prepend(staged.flat_map(|(capability, content)| {
+        content.names.iter().map(move |library| ldcache::Entry {
+            flags: library.flags.0,
+            name: Cow::Owned(library.name.clone().into_bytes()),
+            path: Cow::Owned(format!("{CONTAINER_FOLDER}/{capability}/{}", library.name).into_bytes()),
+            os_version: 0,
+            hwcap: 0,
+        })
+    }));
+    Ok(cache.write())
+}

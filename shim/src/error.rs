@@ -1,0 +1,103 @@
+//! Why a container is not created.
+
+use std::{io, path::PathBuf};
+
+use gpufence_cdi::CdiError;
+use gpufence_grant::annotation::AnnotationError;
+use thiserror::Error;
+
+/// A grant that can't be read, verified or met, or a bundle that can't be edited.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum EnforceError {
+    /// A system call on a path failed.
+    #[error("{action} {}: {source}", path.display())]
+    Io {
+        /// What was being done.
+        action: &'static str,
+        /// On what.
+        path: PathBuf,
+        /// The kernel's answer.
+        source: io::Error,
+    },
+    /// `config.json` is not what an OCI bundle has.
+    #[error("{}: {what}", path.display())]
+    Spec {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        what: String,
+    },
+    /// A part of the spec has another shape than the OCI runtime specification says.
+    #[error("config.json: {0}")]
+    Shape(String),
+    /// The policy file can't be read.
+    #[error("policy {}: {what}", path.display())]
+    Policy {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it, with line and column.
+        what: String,
+    },
+    /// The annotations carry no usable grant.
+    #[error(transparent)]
+    Annotation(#[from] AnnotationError),
+    /// The grant was written for somebody else.
+    #[error(
+        "annotation {annotation}: the grant is for {what} {granted}, but this is {actual}; let the scheduler grant anew"
+    )]
+    NotForUs {
+        /// Where the grant came from.
+        annotation: &'static str,
+        /// "Pod" or "node".
+        what: &'static str,
+        /// Whom it names.
+        granted: String,
+        /// Who this is.
+        actual: String,
+    },
+    /// The grant can't be met on this node.
+    #[error("annotation {annotation}: {source}")]
+    Unmet {
+        /// Where the grant came from.
+        annotation: &'static str,
+        /// What this node lacks.
+        source: CdiError,
+    },
+    /// A share of more memory than the GPU has.
+    #[error(
+        "annotation {annotation}: the share of GPU {gpu} has {granted} MiB, but the GPU has {present} MiB; grant less"
+    )]
+    TooMuch {
+        /// Where the grant came from.
+        annotation: &'static str,
+        /// The GPU as granted.
+        gpu: String,
+        /// MiB granted.
+        granted: u64,
+        /// MiB present.
+        present: u64,
+    },
+    /// Policy refuses privileged containers.
+    #[error(
+        "the container is privileged, which this node's policy denies (privileged = \"deny\"); drop `privileged`, or have the administrator set \"fence\""
+    )]
+    Privileged,
+    /// A device rule that no fence fits into.
+    #[error(
+        "config.json: the device rule {rule} allows devices of every major, and a cgroup can't keep GPUs out of it; name the major, or make the container privileged, which is fenced"
+    )]
+    Unfenceable {
+        /// The rule as it stands in linux.resources.devices.
+        rule: String,
+    },
+    /// Something about the driver, the inventory or the stage, not about this grant.
+    #[error(transparent)]
+    Cdi(#[from] CdiError),
+}
+
+/// Adds an action and a path to an error of the kernel.
+pub(crate) fn io_error(action: &'static str, path: impl Into<PathBuf>) -> impl FnOnce(io::Error) -> EnforceError {
+    let path = path.into();
+    move |source| EnforceError::Io { action, path, source }
+}

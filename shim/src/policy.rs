@@ -1,0 +1,178 @@
+//! The administrator's word: `/etc/gpufence/config.toml`.
+
+use std::path::{Path, PathBuf};
+
+use gpufence_cdi::capability::{DriverCapabilities, DriverCapability};
+use serde::{Deserialize, Serialize};
+
+use crate::EnforceError;
+
+/// Where the policy is, unless [`POLICY_VARIABLE`] says otherwise.
+pub const POLICY_FILE: &str = "/etc/gpufence/config.toml";
+/// Names another policy file. It is read from the environment of the engine, never from a container's.
+pub const POLICY_VARIABLE: &str = "GPUFENCE_CONFIG";
+
+/// What is done with privileged containers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Privileged {
+    /// They are not created.
+    Deny,
+    /// They are created, fenced from GPUs that they weren't granted and without the dropped capabilities.
+    Fence,
+    /// They are left as they are, for infrastructure that is trusted with the whole machine.
+    Allow,
+}
+
+/// The policy of a node.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Policy {
+    /// The folder under which the driver's files are found.
+    pub driver_root: PathBuf,
+    /// Where the inventory and the containers' folders are.
+    pub state_dir: PathBuf,
+    /// Where the stage is.
+    pub stage_dir: PathBuf,
+    /// This node's name, against which a grant's is held. Empty: not checked.
+    pub node: String,
+    /// What is done with privileged containers.
+    pub privileged: Privileged,
+    /// The driver capabilities that a container may have.
+    pub allowed_driver_capabilities: DriverCapabilities,
+    /// Those it has if it doesn't choose.
+    pub default_driver_capabilities: DriverCapabilities,
+    /// The driver's programs that are mounted.
+    pub binaries: Vec<String>,
+    /// Whether GSP firmware is mounted.
+    pub firmware: bool,
+    /// Linux capabilities taken from containers that have a grant or are privileged.
+    pub drop_capabilities: Vec<String>,
+    /// Linux capabilities taken from all others. A container with the ordinary ones of an engine stays as it is.
+    pub drop_capabilities_ungranted: Vec<String>,
+    /// Whether `no_new_privs` is forced on containers with a grant.
+    pub no_new_privileges: bool,
+    /// Which low-level runtimes are wrapped, by name (looked up on the engine's PATH) or absolute path; the first that
+    /// is there.
+    pub runtimes: Vec<String>,
+    /// Seconds that one call of the low-level runtime may take.
+    pub runtime_timeout_seconds: u64,
+}
+
+/// What lets a process get round a device cgroup or reach the host. MKNOD is not among the reasons to distrust a
+/// container with no grant: engines give it to all, and the device cgroup holds against it.
+const REACH_THE_HOST: [&str; 9] = [
+    "CAP_SYS_ADMIN",
+    "CAP_SYS_RAWIO",
+    "CAP_SYS_MODULE",
+    "CAP_SYS_BOOT",
+    "CAP_BPF",
+    "CAP_PERFMON",
+    "CAP_DAC_READ_SEARCH",
+    "CAP_MAC_ADMIN",
+    "CAP_MAC_OVERRIDE",
+];
+
+impl Default for Policy {
+    fn default() -> Self {
+        let capabilities = DriverCapabilities::from([DriverCapability::Compute, DriverCapability::Utility]);
+        Self {
+            driver_root: "/".into(),
+            state_dir: "/run/gpufence".into(),
+            stage_dir: "/var/lib/gpufence/stage".into(),
+            node: String::new(),
+            privileged: Privileged::Fence,
+            allowed_driver_capabilities: capabilities.clone(),
+            default_driver_capabilities: capabilities,
+            binaries: vec!["nvidia-smi".into()],
+            firmware: true,
+            drop_capabilities: ["CAP_MKNOD"].iter().chain(&REACH_THE_HOST).map(|&name| name.into()).collect(),
+            drop_capabilities_ungranted: REACH_THE_HOST.map(Into::into).to_vec(),
+            no_new_privileges: false,
+            runtimes: vec!["runc".into(), "crun".into()],
+            runtime_timeout_seconds: 120,
+        }
+    }
+}
+
+impl Policy {
+    /// The node's policy: the file that the engine's environment names, else the usual one, else the defaults.
+    pub fn load() -> Result<Self, EnforceError> {
+        match std::env::var_os(POLICY_VARIABLE) {
+            Some(path) => Self::read(Path::new(&path)),
+            None if Path::new(POLICY_FILE).exists() => Self::read(Path::new(POLICY_FILE)),
+            None => Ok(Self::default()),
+        }
+    }
+
+    /// Reads a policy file. A word that it doesn't know is an error: a misspelt rule must not be no rule.
+    pub fn read(path: &Path) -> Result<Self, EnforceError> {
+        let error = |what: String| EnforceError::Policy { path: path.to_owned(), what };
+        let text = std::fs::read_to_string(path).map_err(|source| error(source.to_string()))?;
+        let policy: Self = toml::from_str(&text).map_err(|source| error(source.to_string().trim_end().to_owned()))?;
+        for (key, folder) in
+            [("driver_root", &policy.driver_root), ("state_dir", &policy.state_dir), ("stage_dir", &policy.stage_dir)]
+        {
+            if !folder.is_absolute() {
+                return Err(error(format!("{key} = \"{}\" is not an absolute path", folder.display())));
+            }
+        }
+        for name in policy.drop_capabilities.iter().chain(&policy.drop_capabilities_ungranted) {
+            let letters = name.strip_prefix("CAP_").unwrap_or_default();
+            if letters.is_empty() || !letters.bytes().all(|b| b.is_ascii_uppercase() || b == b'_') {
+                return Err(error(format!("\"{name}\" is not a capability's name, such as CAP_SYS_ADMIN")));
+            }
+        }
+        if policy.runtimes.is_empty() {
+            return Err(error("runtimes is empty; name at least one, such as \"runc\"".into()));
+        }
+        if let Some(name) = policy.runtimes.iter().find(|name| name.contains('/') && !name.starts_with('/')) {
+            return Err(error(format!("runtime \"{name}\" is neither a name nor an absolute path")));
+        }
+        if policy.runtime_timeout_seconds == 0 {
+            return Err(error("runtime_timeout_seconds is 0; give at least 1".into()));
+        }
+        Ok(policy)
+    }
+
+    /// Where the inventory is kept.
+    pub fn inventory_file(&self) -> PathBuf {
+        self.state_dir.join("inventory.json")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(text: &str) -> Result<Policy, String> {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("config.toml");
+        std::fs::write(&file, text).unwrap();
+        Policy::read(&file).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn an_empty_file_gives_the_defaults() {
+        assert_eq!(read("").unwrap(), Policy::default());
+    }
+
+    #[test]
+    fn refuses_what_it_does_not_know() {
+        for (text, expected) in [
+            ("privilegd = \"deny\"", "unknown field `privilegd`"),
+            ("privileged = \"maybe\"", "unknown variant `maybe`"),
+            ("require_signature = true", "unknown field `require_signature`"),
+            ("driver_root = \"relative\"", "not an absolute path"),
+            ("drop_capabilities = [\"sys_admin\"]", "not a capability's name"),
+            ("runtimes = []", "runtimes is empty"),
+            ("runtimes = [\"./runc\"]", "neither a name nor an absolute path"),
+            ("runtime_timeout_seconds = 0", "at least 1"),
+            ("allowed_driver_capabilities = [\"cuda\"]", "unknown variant `cuda`"),
+            ("=", "TOML parse error"),
+        ] {
+            let message = read(text).unwrap_err();
+            assert!(message.contains(expected), "{text}: {message}");
+        }
+    }
+}
