@@ -12,7 +12,7 @@ use std::{
     time::Duration,
 };
 
-use containerd_shim::api::{CreateTaskRequest, Mount};
+use containerd_shim::{api::CreateTaskRequest, protos::types::mount::Mount};
 use gpufence_shim::{bundle::Outcome, policy::Policy};
 use serde_json::Value;
 
@@ -292,6 +292,11 @@ async fn enforce(request: &CreateTaskRequest, surroundings: &Surroundings, rootf
     tokio::task::spawn_blocking(enforce).await?.map_err(|error| format!("gpufence: {error}").into())
 }
 
+/// What protobuf writes as an empty text is not there.
+fn filled(text: &str) -> Option<&str> {
+    Some(text).filter(|text| !text.is_empty())
+}
+
 /// Mounts the container's root. The mount helper may change a thread's working folder for long overlay options, so
 /// the thread is ours alone and ends with it.
 async fn mount_all(mounts: Vec<Mount>, rootfs: PathBuf) -> Result<(), Failure> {
@@ -300,11 +305,8 @@ async fn mount_all(mounts: Vec<Mount>, rootfs: PathBuf) -> Result<(), Failure> {
         let mount_each = || {
             fs::create_dir_all(&rootfs).map_err(|error| format!("create {}: {error}", rootfs.display()))?;
             for mount in &mounts {
-                let filled = |text: &'static str, value: &str| {
-                    if value.is_empty() { None } else { Some((text, value.to_owned())) }.map(|(_, value)| value)
-                };
-                let (kind, source) = (filled("type", &mount.type_), filled("source", &mount.source));
-                containerd_shim::mount::mount_rootfs(kind.as_deref(), source.as_deref(), &mount.options, &rootfs)
+                let (kind, source) = (filled(&mount.type_), filled(&mount.source));
+                containerd_shim::mount::mount_rootfs(kind, source, &mount.options, &rootfs)
                     .map_err(|error| format!("mount {} at {}: {error}", mount.source, rootfs.display()))?;
             }
             Ok::<_, String>(())

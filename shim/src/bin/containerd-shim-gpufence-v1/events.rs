@@ -17,7 +17,7 @@ use containerd_shim::{
             well_known_types::{any::Any, timestamp::Timestamp},
         },
         shim::event::Envelope,
-        shim_async::{Client, Events, EventsClient},
+        shim_async::{Client, EventsClient},
         ttrpc::context,
     },
 };

@@ -8,10 +8,7 @@ use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
-use nix::{
-    errno::Errno,
-    sys::wait::{WaitPidFlag, WaitStatus, waitpid},
-};
+use nix::{errno::Errno, libc};
 use tokio::{
     signal::unix::{SignalKind, signal},
     sync::oneshot,
@@ -52,16 +49,11 @@ impl Reaper {
 
     fn reap(&self) {
         loop {
-            let (pid, status) = match waitpid(None, Some(WaitPidFlag::WNOHANG)) {
-                Ok(WaitStatus::Exited(pid, status)) => (pid.as_raw(), status),
-                Ok(WaitStatus::Signaled(pid, signal, _)) => (pid.as_raw(), 128 + signal as i32),
-                Ok(WaitStatus::StillAlive) | Err(Errno::ECHILD) => return,
-                Ok(_) | Err(Errno::EINTR) => continue,
-                // EINVAL: ended by a real-time signal, for which nix has no name; the child is reaped all the same.
-                Err(error) => {
-                    log::warn!("waitpid: {error}");
-                    continue;
-                }
+            let (pid, status) = match wait_for_any() {
+                Ok((0, _)) | Err(Errno::ECHILD) => return,
+                Ok(exit) => exit,
+                Err(Errno::EINTR) => continue,
+                Err(error) => return log::error!("waitpid: {error}"),
             };
             let mut state = self.state();
             if let Some(waiting) = state.waiting.remove(&pid) {
@@ -98,5 +90,32 @@ impl Drop for Birth {
         if state.births == 0 {
             state.early.clear();
         }
+    }
+}
+
+/// A child that has ended and its exit status; pid 0 where none has. nix's own `waitpid` has no name for a real-time
+/// signal, and gives an error in place of a child which it has reaped.
+#[allow(unsafe_code, reason = "one-line wrapper")]
+fn wait_for_any() -> Result<(i32, i32), Errno> {
+    let mut status = 0;
+    // SAFETY: the kernel writes one integer, which outlives the call.
+    let pid = Errno::result(unsafe { libc::waitpid(-1, &raw mut status, libc::WNOHANG) })?;
+    Ok((pid, exit_status(status)))
+}
+
+/// A wait status as shells and containerd write it: the exit code, or 128 and the signal.
+fn exit_status(status: i32) -> i32 {
+    if libc::WIFSIGNALED(status) { 128 + libc::WTERMSIG(status) } else { libc::WEXITSTATUS(status) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn codes_and_signals() {
+        assert_eq!(exit_status(7 << 8), 7);
+        assert_eq!(exit_status(libc::SIGKILL), 137);
+        assert_eq!(exit_status(libc::SIGRTMIN() + 3), 128 + libc::SIGRTMIN() + 3);
     }
 }

@@ -20,13 +20,14 @@ use containerd_shim::{
         StatsRequest, StatsResponse, UpdateTaskRequest, WaitRequest, WaitResponse,
     },
     protos::{
-        api::{
-            ProcessInfo, TaskCheckpointed, TaskCreate, TaskDelete, TaskExecAdded, TaskExecStarted, TaskExit, TaskIO,
-            TaskOOM, TaskPaused, TaskResumed, TaskStart,
+        api::ProcessInfo,
+        events::task::{
+            TaskCheckpointed, TaskCreate, TaskDelete, TaskExecAdded, TaskExecStarted, TaskExit, TaskIO, TaskOOM,
+            TaskPaused, TaskResumed, TaskStart,
         },
         protobuf::{EnumOrUnknown, Message, MessageField, well_known_types::any::Any},
         shim::oci::{CheckpointOptions, ProcessDetails},
-        ttrpc::{self, Code, get_rpc_status},
+        ttrpc::{self, Code, error::get_rpc_status},
     },
 };
 use gpufence_shim::policy::Policy;

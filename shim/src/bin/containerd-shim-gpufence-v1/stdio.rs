@@ -120,7 +120,7 @@ impl Addresses {
             }
             Scheme::Fifo(_) if self.terminal => {}
             Scheme::Fifo(_) => {
-                let mut output = |address: &str| -> Result<Option<(OwnedFd, Source)>, Failure> {
+                let output = |address: &str| -> Result<Option<(OwnedFd, Source)>, Failure> {
                     if address.is_empty() {
                         return Ok(None);
                     }
