@@ -63,10 +63,24 @@ int nvmlDeviceGetUUID(struct handle *device, char *uuid, unsigned length) {
     return copy(uuid, length, device->instance < 0 ? gpu->uuid : gpu->mig[device->instance].uuid);
 }
 
-int nvmlDeviceGetMemoryInfo(struct handle *device, unsigned long long memory[3]) {
-    memory[0] = device->instance < 0 ? MEMORY : MEMORY / 8;
-    memory[1] = memory[0];
-    memory[2] = 0;
+/* nvmlMemory_t and nvmlMemory_v2_t. */
+struct memory { unsigned long long total, available, used; };
+struct memory_v2 { unsigned version; unsigned long long total, reserved, available, used; };
+
+static unsigned long long size_of(const struct handle *device) {
+    return device->instance < 0 ? MEMORY : MEMORY / 8;
+}
+
+int nvmlDeviceGetMemoryInfo(struct handle *device, struct memory *memory) {
+    memory->total = memory->available = size_of(device);
+    memory->used = 0;
+    return SUCCESS;
+}
+
+int nvmlDeviceGetMemoryInfo_v2(struct handle *device, struct memory_v2 *memory) {
+    if (memory->version != (sizeof *memory | 2u << 24)) return INVALID_ARGUMENT;
+    memory->total = memory->available = size_of(device);
+    memory->reserved = memory->used = 0;
     return SUCCESS;
 }
 

@@ -1,0 +1,200 @@
+//! What the command line can say. The help texts are the manual pages' texts too.
+
+use std::path::PathBuf;
+
+use clap::{Args, Parser, Subcommand, ValueEnum};
+
+/// GPU sharing enforced by the container runtime
+#[derive(Debug, Parser)]
+#[command(
+    name = "gpufence",
+    version,
+    after_help = "Examples:
+  gpufence inventory                         What GPUs and driver this node has
+  gpufence cdi generate                      Write the node's CDI spec
+  gpufence cdi show gpufence.dev/gpu=0       What a container gets for GPU 0
+  gpufence demo                              Five containers, and what each sees
+
+Files:
+  /etc/gpufence/config.toml     the node's policy; GPUFENCE_CONFIG names another
+  /run/gpufence/                the inventory, and a folder for each container with a grant
+  /var/lib/gpufence/stage/      the driver's libraries as containers mount them
+
+Exit status: 0 done, 1 failed, 2 wrong usage."
+)]
+pub struct Arguments {
+    /// What to do
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+/// The subcommands.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Show the node's GPUs, driver and driver files
+    Inventory(InventoryArguments),
+    /// Make and read CDI specs
+    Cdi(CdiArguments),
+    /// Run five containers on a containerd of its own and show what each sees
+    Demo(DemoArguments),
+    /// Tell what this container sees: device nodes, driver libraries, limits, capabilities
+    Probe(ProbeArguments),
+    /// Print shell completions
+    #[command(after_help = "Example:
+  gpufence completions bash > /usr/share/bash-completion/completions/gpufence")]
+    Completions {
+        /// The shell
+        shell: clap_complete::Shell,
+    },
+    /// Write the manual pages into a folder
+    #[command(after_help = "Example:
+  gpufence man /usr/local/share/man/man1")]
+    Man {
+        /// The folder
+        folder: PathBuf,
+    },
+}
+
+/// In which form something is printed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Output {
+    /// Columns for people
+    Table,
+    /// JSON for programs; fields are only ever added
+    Json,
+}
+
+/// Where the driver is.
+#[derive(Debug, Args)]
+pub struct DriverRoot {
+    /// The folder under which the driver's files are found [default: the policy's, which is / unless set]
+    #[arg(long, value_name = "FOLDER")]
+    pub driver_root: Option<PathBuf>,
+    /// Ask NVML for memory sizes and MIG instances, which takes longer and opens the GPUs
+    #[arg(long)]
+    pub nvml: bool,
+}
+
+/// `gpufence inventory`.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:
+  gpufence inventory
+  gpufence inventory --nvml --output json
+  gpufence inventory --driver-root /run/nvidia/driver")]
+pub struct InventoryArguments {
+    /// Where the driver is
+    #[command(flatten)]
+    pub driver: DriverRoot,
+    /// The form of the output
+    #[arg(long, value_enum, default_value = "table")]
+    pub output: Output,
+}
+
+/// `gpufence cdi`.
+#[derive(Debug, Args)]
+pub struct CdiArguments {
+    /// What to do
+    #[command(subcommand)]
+    pub command: CdiCommand,
+}
+
+/// The subcommands of `gpufence cdi`.
+#[derive(Debug, Subcommand)]
+pub enum CdiCommand {
+    /// Stage the driver's libraries and write the node's CDI spec
+    #[command(after_help = "Examples:
+  gpufence cdi generate
+  gpufence cdi generate --file - | less")]
+    Generate {
+        /// Where the driver is
+        #[command(flatten)]
+        driver: DriverRoot,
+        /// The file to write; - is standard output
+        #[arg(long, value_name = "FILE", default_value = DEFAULT_SPEC)]
+        file: PathBuf,
+        /// Where the libraries are staged [default: the policy's, which is /var/lib/gpufence/stage unless set]
+        #[arg(long, value_name = "FOLDER")]
+        stage_folder: Option<PathBuf>,
+        /// The driver capabilities that containers get, comma-separated [default: the policy's]
+        #[arg(long, value_name = "LIST", value_delimiter = ',')]
+        capabilities: Vec<gpufence_cdi::capability::DriverCapability>,
+    },
+    /// List the devices of a CDI spec
+    List {
+        /// The spec
+        #[arg(long, value_name = "FILE", default_value = DEFAULT_SPEC)]
+        file: PathBuf,
+        /// The form of the output
+        #[arg(long, value_enum, default_value = "table")]
+        output: Output,
+    },
+    /// Show what a container gets for a device
+    #[command(after_help = "Examples:
+  gpufence cdi show gpufence.dev/gpu=0
+  gpufence cdi show all --output json
+  gpufence cdi show --file /run/gpufence/containers/default/trainer/cdi.json trainer")]
+    Show {
+        /// The device, with or without its kind before a =
+        device: String,
+        /// The spec
+        #[arg(long, value_name = "FILE", default_value = DEFAULT_SPEC)]
+        file: PathBuf,
+        /// The form of the output
+        #[arg(long, value_enum, default_value = "table")]
+        output: Output,
+    },
+}
+
+/// Where the node's CDI spec is.
+pub const DEFAULT_SPEC: &str = "/var/run/cdi/gpufence.json";
+
+/// `gpufence demo`.
+#[derive(Debug, Args)]
+#[command(after_help = "Needs root, containerd, ctr and runc. Nothing outside a temporary folder is left behind.
+
+Examples:
+  gpufence demo                                On a machine with NVIDIA GPUs
+  gpufence demo --driver-root /tmp/simulated   On one without; `make demo` makes such a folder")]
+pub struct DemoArguments {
+    /// The folder under which the driver's files are found
+    #[arg(long, value_name = "FOLDER", default_value = "/")]
+    pub driver_root: PathBuf,
+    /// The folder of containerd-shim-gpufence-v1 [default: this program's own, then PATH]
+    #[arg(long, value_name = "FOLDER")]
+    pub shim_folder: Option<PathBuf>,
+    /// The form of the output
+    #[arg(long, value_enum, default_value = "table")]
+    pub output: Output,
+}
+
+/// `gpufence probe`.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:
+  gpufence probe
+  gpufence probe --open /opt/nvidia1 --make 195:0 --output json")]
+pub struct ProbeArguments {
+    /// Try to open this node as well
+    #[arg(long, value_name = "PATH")]
+    pub open: Vec<PathBuf>,
+    /// Try to make a character device of these numbers and to open it
+    #[arg(long, value_name = "MAJOR:MINOR")]
+    pub make: Vec<String>,
+    /// Try to load this library as well
+    #[arg(long, value_name = "NAME")]
+    pub load: Vec<String>,
+    /// The form of the output
+    #[arg(long, value_enum, default_value = "table")]
+    pub output: Output,
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    use super::*;
+
+    #[test]
+    fn the_command_line_is_sound() {
+        Arguments::command().debug_assert();
+    }
+}
