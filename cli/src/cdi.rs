@@ -25,8 +25,7 @@ pub fn run(arguments: &CdiArguments) -> Result<()> {
             } else {
                 capabilities.iter().copied().collect()
             };
-            let stage =
-                Stage::ensure(stage_folder.as_ref().unwrap_or(&policy.stage_dir), &inventory, &roots.driver)?;
+            let stage = Stage::ensure(stage_folder.as_ref().unwrap_or(&policy.stage_dir), &inventory, &roots.driver)?;
             let spec = spec::node_spec(&inventory, &stage, &edit_options(&policy, capabilities))?;
             if file == Path::new("-") {
                 serde_json::to_string_pretty(&spec)? + "\n"
@@ -71,7 +70,11 @@ fn show(spec: &Spec, wanted: &str, file: &Path, output: Output) -> Result<String
     }
     let mut rows = Vec::new();
     for node in &whole.device_nodes {
-        rows.push(vec!["node".into(), node.path.clone(), format!("c {}:{} {}", node.major, node.minor, node.permissions)]);
+        rows.push(vec![
+            "node".into(),
+            node.path.clone(),
+            format!("c {}:{} {}", node.major, node.minor, node.permissions),
+        ]);
     }
     for mount in &whole.mounts {
         rows.push(vec!["mount".into(), mount.container_path.clone(), format!("from {}", mount.host_path)]);

@@ -106,7 +106,9 @@ impl Containerd {
         let deadline = Instant::now() + Duration::from_secs(30);
         loop {
             let ended = self.process.as_mut().and_then(|process| process.try_wait().ok().flatten());
-            if UnixStream::connect(self.socket()).is_ok() && self.ctr(["version"]).output().is_ok_and(|output| output.status.success()) {
+            if UnixStream::connect(self.socket()).is_ok()
+                && self.ctr(["version"]).output().is_ok_and(|output| output.status.success())
+            {
                 return Ok(());
             }
             if ended.is_some() || Instant::now() > deadline {
@@ -209,10 +211,8 @@ pub fn shims_of(socket: &Path) -> Vec<u32> {
 
 fn end_shims(socket: &Path) {
     for pid in shims_of(socket) {
-        let _ = nix::sys::signal::kill(
-            nix::unistd::Pid::from_raw(pid.cast_signed()),
-            nix::sys::signal::Signal::SIGKILL,
-        );
+        let _ =
+            nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid.cast_signed()), nix::sys::signal::Signal::SIGKILL);
     }
 }
 

@@ -132,7 +132,9 @@ impl Image {
     pub fn unpack(&self, folder: &Path) -> Result<()> {
         fs::create_dir_all(folder)?;
         let layer = self.layer()?;
-        tar::Archive::new(layer.as_slice()).unpack(folder).with_context(|| format!("unpack into {}", folder.display()))?;
+        tar::Archive::new(layer.as_slice())
+            .unpack(folder)
+            .with_context(|| format!("unpack into {}", folder.display()))?;
         // The archive's reader makes files, folders and links; nodes it skips.
         for (path, major, minor) in &self.nodes {
             let path = folder.join(path);

@@ -23,10 +23,19 @@ fn main() -> ExitCode {
         Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
         Err(error) => {
             let (red, plain) = if std::io::stderr().is_terminal() { ("\x1b[31m", "\x1b[0m") } else { ("", "") };
-            eprintln!("{red}gpufence:{plain} {error:#}");
+            eprintln!("{red}gpufence:{plain} {}", whole(&error));
             ExitCode::FAILURE
         }
     }
+}
+
+/// The error and its causes in one line. Typed errors say their cause themselves, which isn't said again.
+fn whole(error: &anyhow::Error) -> String {
+    error.chain().map(ToString::to_string).fold(String::new(), |said, cause| match said.as_str() {
+        "" => cause,
+        _ if said.ends_with(&cause) => said,
+        _ => format!("{said}: {cause}"),
+    })
 }
 
 fn is_broken_pipe(error: &anyhow::Error) -> bool {

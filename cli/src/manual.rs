@@ -1,6 +1,6 @@
 //! Manual pages and shell completions, from the command line's own description.
 
-use std::{fs, path::Path};
+use std::{fs, io::Write, path::Path};
 
 use anyhow::{Context, Result};
 use clap::CommandFactory;
@@ -9,8 +9,10 @@ use crate::arguments::Arguments;
 
 /// Prints completions for a shell.
 pub fn completions(shell: clap_complete::Shell) -> Result<()> {
-    clap_complete::generate(shell, &mut Arguments::command(), "gpufence", &mut std::io::stdout());
-    Ok(())
+    // Into memory first: the generator panics where its writer fails, as a closed pipe does.
+    let mut text = Vec::new();
+    clap_complete::generate(shell, &mut Arguments::command(), "gpufence", &mut text);
+    Ok(std::io::stdout().write_all(&text)?)
 }
 
 /// Writes a page for the command and for each of its subcommands.

@@ -31,11 +31,46 @@ const LIBRARIES: [&str; 5] =
     ["libcuda.so.1", "libcuda.so", "libnvidia-ml.so.1", "libnvidia-ptxjitcompiler.so.1", "libnvcuvid.so.1"];
 /// Capabilities in the order of their bits, from linux/capability.h.
 const CAPABILITIES: [&str; 41] = [
-    "CHOWN", "DAC_OVERRIDE", "DAC_READ_SEARCH", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID", "SETPCAP",
-    "LINUX_IMMUTABLE", "NET_BIND_SERVICE", "NET_BROADCAST", "NET_ADMIN", "NET_RAW", "IPC_LOCK", "IPC_OWNER",
-    "SYS_MODULE", "SYS_RAWIO", "SYS_CHROOT", "SYS_PTRACE", "SYS_PACCT", "SYS_ADMIN", "SYS_BOOT", "SYS_NICE",
-    "SYS_RESOURCE", "SYS_TIME", "SYS_TTY_CONFIG", "MKNOD", "LEASE", "AUDIT_WRITE", "AUDIT_CONTROL", "SETFCAP",
-    "MAC_OVERRIDE", "MAC_ADMIN", "SYSLOG", "WAKE_ALARM", "BLOCK_SUSPEND", "AUDIT_READ", "PERFMON", "BPF",
+    "CHOWN",
+    "DAC_OVERRIDE",
+    "DAC_READ_SEARCH",
+    "FOWNER",
+    "FSETID",
+    "KILL",
+    "SETGID",
+    "SETUID",
+    "SETPCAP",
+    "LINUX_IMMUTABLE",
+    "NET_BIND_SERVICE",
+    "NET_BROADCAST",
+    "NET_ADMIN",
+    "NET_RAW",
+    "IPC_LOCK",
+    "IPC_OWNER",
+    "SYS_MODULE",
+    "SYS_RAWIO",
+    "SYS_CHROOT",
+    "SYS_PTRACE",
+    "SYS_PACCT",
+    "SYS_ADMIN",
+    "SYS_BOOT",
+    "SYS_NICE",
+    "SYS_RESOURCE",
+    "SYS_TIME",
+    "SYS_TTY_CONFIG",
+    "MKNOD",
+    "LEASE",
+    "AUDIT_WRITE",
+    "AUDIT_CONTROL",
+    "SETFCAP",
+    "MAC_OVERRIDE",
+    "MAC_ADMIN",
+    "SYSLOG",
+    "WAKE_ALARM",
+    "BLOCK_SUSPEND",
+    "AUDIT_READ",
+    "PERFMON",
+    "BPF",
     "CHECKPOINT_RESTORE",
 ];
 
@@ -142,7 +177,8 @@ fn node(path: &Path) -> Node {
 }
 
 fn open(path: &Path) -> String {
-    let result = fs::OpenOptions::new().read(true).write(true).custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY).open(path);
+    let result =
+        fs::OpenOptions::new().read(true).write(true).custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY).open(path);
     result.map_or_else(|error| error_name(&error), |_| "opens".into())
 }
 
@@ -225,7 +261,11 @@ fn describe(report: &Report) -> String {
         row("node", &node.path, format!("{} {}", node.device, node.open).trim().to_owned());
     }
     for made in &report.made {
-        row("mknod", &made.device, made.open.as_ref().map_or_else(|| made.mknod.clone(), |open| format!("made, {open}")));
+        row(
+            "mknod",
+            &made.device,
+            made.open.as_ref().map_or_else(|| made.mknod.clone(), |open| format!("made, {open}")),
+        );
     }
     for (name, file) in &report.libraries {
         row("library", name, file.clone().unwrap_or_else(|| "not found".into()));
@@ -259,7 +299,10 @@ mod tests {
 
     #[test]
     fn nodes_that_open_and_not() {
-        assert_eq!(node(Path::new("/dev/null")), Node { path: "/dev/null".into(), device: "1:3".into(), open: "opens".into() });
+        assert_eq!(
+            node(Path::new("/dev/null")),
+            Node { path: "/dev/null".into(), device: "1:3".into(), open: "opens".into() }
+        );
         assert_eq!(node(Path::new("/dev/nothing")).open, "ENOENT");
         assert!(make("195").is_err());
     }

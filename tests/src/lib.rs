@@ -1,3 +1,15 @@
-//! What the end-to-end tests, the demo and the benchmarks share: simulated driver roots, and engines of their own.
+//! What the end-to-end tests, the demo and the benchmarks share.
+//!
+//! * [`simulated`]: driver roots for machines without GPUs;
+//! * [`programs`]: what was built, and which engines there are;
+//! * [`host`]: a simulated machine with a containerd of its own;
+//! * [`seen`]: what a container saw;
+//! * [`cri`]: a client of the Kubernetes container runtime interface;
+//! * [`leaks`]: what is left behind.
 
+pub mod cri;
+pub mod host;
+pub mod leaks;
+pub mod programs;
+pub mod seen;
 pub mod simulated;

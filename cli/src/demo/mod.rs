@@ -61,7 +61,8 @@ pub fn run(arguments: &DemoArguments) -> Result<()> {
         bail!("the driver under {} has no usable GPU", arguments.driver_root.display());
     };
     let minors: Vec<u32> = inventory.devices.gpus.iter().map(|gpu| gpu.node.minor).collect();
-    let folder = tempfile::Builder::new().prefix("gpufence-demo-").tempdir_in("/run").context("make a folder in /run")?;
+    let folder =
+        tempfile::Builder::new().prefix("gpufence-demo-").tempdir_in("/run").context("make a folder in /run")?;
     // Dropped before the folder, and so ended before it goes.
     let containerd = prepare(arguments, folder.path(), &minors)?;
     let mut seen = Vec::new();
@@ -157,10 +158,9 @@ fn shim_folder(arguments: &DemoArguments) -> Result<PathBuf> {
     let beside = std::env::current_exe()?.parent().map(Path::to_owned);
     let on_path = std::env::var_os("PATH").unwrap_or_default();
     let folders = arguments.shim_folder.clone().into_iter().chain(beside).chain(std::env::split_paths(&on_path));
-    folders
-        .into_iter()
-        .find(|folder| folder.join(SHIM).is_file())
-        .with_context(|| format!("{SHIM} is neither beside this program nor on PATH; name its folder with --shim-folder"))
+    folders.into_iter().find(|folder| folder.join(SHIM).is_file()).with_context(|| {
+        format!("{SHIM} is neither beside this program nor on PATH; name its folder with --shim-folder")
+    })
 }
 
 fn progress(arguments: &DemoArguments, text: &str) {

@@ -9,8 +9,15 @@ use crate::{probe::Report, table};
 
 /// The five as a table, with what its words mean.
 pub fn table(inventory: &Inventory, seen: &[Seen]) -> String {
-    let header =
-        ["CONTAINER", "NODES IN /dev: open()", "NODES IN THE IMAGE", "NODES BY mknod", "LIBRARIES", "LIMIT", "CAPABILITIES LOST"];
+    let header = [
+        "CONTAINER",
+        "NODES IN /dev: open()",
+        "NODES IN THE IMAGE",
+        "NODES BY mknod",
+        "LIBRARIES",
+        "LIMIT",
+        "CAPABILITIES LOST",
+    ];
     let rows: Vec<Vec<String>> = seen
         .iter()
         .map(|Seen { name, about, report }| {

@@ -145,7 +145,8 @@ fn machine_header(description: &Description) -> String {
             description.instances(gpu)
         )
     };
-    let usable: String = (0..description.gpus).filter(|number| !description.excluded.contains(number)).map(gpu).collect();
+    let usable: String =
+        (0..description.gpus).filter(|number| !description.excluded.contains(number)).map(gpu).collect();
     format!(
         "#define DRIVER \"{}\"\n#define MEMORY ({}ULL << 20)\nstatic const struct machine_gpu machine[] = {{\n{usable}    {{0}},\n}};\n",
         description.driver, description.memory_mib
