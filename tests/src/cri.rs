@@ -25,7 +25,7 @@ pub struct RuntimeEntry {
     /// `runtime_path`, for a shim that isn't found by its type.
     pub runtime_path: Option<String>,
     /// The options table, in TOML.
-    pub options: &'static str,
+    pub options: String,
     /// `pod_annotations`.
     pub pod_annotations: &'static [&'static str],
 }
@@ -107,7 +107,7 @@ impl Cri {
         annotations: &[(&str, &str)],
         privileged: bool,
     ) -> Result<Pod> {
-        let uid = format!("5eed0000-0000-4000-8000-{:012}", std::process::id());
+        let uid = pod_uid();
         let host_network = NamespaceOption { network: NamespaceMode::Node.into(), ..NamespaceOption::default() };
         let security = LinuxSandboxSecurityContext {
             privileged,
@@ -204,6 +204,11 @@ impl Cri {
         let _ = std::fs::remove_dir_all(&pod.config.log_directory);
         Ok(())
     }
+}
+
+/// The UID of every Pod that this process runs.
+pub fn pod_uid() -> String {
+    format!("5eed0000-0000-4000-8000-{:012}", std::process::id())
 }
 
 /// What the kubelet would show.

@@ -127,6 +127,10 @@ impl Host {
     /// `ctr run` of a command on the shared root, ready for more.
     pub fn run(&self, runtime: &str, id: &str, flags: &[&str], command: &[&str]) -> Command {
         let mut call = self.containerd.ctr(["run", "--runtime", runtime]);
+        // A pure v2 tree beside v1 has no cpu controller, and ctr sets a share by default.
+        if self.containerd.settings().unified {
+            call.args(["--cpu-shares", "0"]);
+        }
         call.args(flags).arg("--rootfs").arg(self.rootfs()).arg(id).args(command);
         call
     }

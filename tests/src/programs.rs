@@ -3,7 +3,7 @@
 use std::{
     path::{Path, PathBuf},
     process::Command,
-    sync::OnceLock,
+    sync::{Mutex, PoisonError},
 };
 
 use anyhow::{Context, Result, bail};
@@ -62,7 +62,8 @@ pub fn test_image() -> Result<Image> {
         folders: ["proc", "sys", "dev", "tmp", "opt"].map(str::to_owned).to_vec(),
         nodes: vec![("opt/nvidia0".into(), 195, 0), ("opt/nvidia1".into(), 195, 1)],
         environment: vec!["PATH=/bin:/usr/bin".into()],
-        command: vec!["/bin/sh".into()],
+        // A Pod's sandbox runs it.
+        command: ["/bin/sleep", "100000"].map(str::to_owned).to_vec(),
         ..Image::default()
     };
     image.add_program(stripped_probe()?, "usr/bin/gpufence")?;
@@ -71,8 +72,10 @@ pub fn test_image() -> Result<Image> {
 
 /// `gpufence` without its debug information, which would make every image ten times as large.
 fn stripped_probe() -> Result<PathBuf> {
-    static PATH: OnceLock<PathBuf> = OnceLock::new();
-    if let Some(path) = PATH.get() {
+    static PATH: Mutex<Option<PathBuf>> = Mutex::new(None);
+    // Held while one test of this process makes it.
+    let mut known = PATH.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(path) = &*known {
         return Ok(path.clone());
     }
     let folder = built()?;
@@ -81,8 +84,9 @@ fn stripped_probe() -> Result<PathBuf> {
     if !status.success() {
         bail!("strip {} failed", from.display());
     }
-    // Renamed, so that tests which run at the same time see a whole file.
+    // Renamed, so that the tests of another process see a whole file.
     let path = folder.join("gpufence-stripped");
     std::fs::rename(&to, &path)?;
-    Ok(PATH.get_or_init(|| path).clone())
+    *known = Some(path.clone());
+    Ok(path)
 }
