@@ -20,6 +20,10 @@ use crate::{Failure, reaper::Reaper, runtime::Descriptors};
 /// How long a logger may take to say that it is ready, and to end once its input has.
 const LOGGER_LIMIT: Duration = Duration::from_secs(10);
 
+/// How long output may go on after its process has ended, as with containerd's own shim: a child that was left behind
+/// may hold the pipe open for ever.
+const DRAIN_LIMIT: Duration = Duration::from_secs(2);
+
 /// Where containerd wants a process's stdio.
 #[derive(Debug, Clone, Default)]
 pub struct Addresses {
@@ -186,7 +190,9 @@ impl Io {
 
     /// Delivers what is still buffered, and lets go of everything.
     pub async fn shut_down(&mut self) {
-        self.tasks.shutdown().await;
+        if tokio::time::timeout(DRAIN_LIMIT, self.tasks.shutdown()).await.is_err() {
+            self.tasks.abort().await;
+        }
         if let Some(logger) = self.logger.take() {
             let _ = tokio::time::timeout(LOGGER_LIMIT, logger.exit).await;
         }
