@@ -52,7 +52,7 @@ pub enum CdiError {
         present: String,
     },
     /// A GPU of the grant is excluded by the driver.
-    #[error("GPU {gpu} is excluded by the driver's NVreg_ExcludedGpus and can't be used")]
+    #[error("GPU {gpu} is excluded by the driver's NVreg_ExcludedGpus and can't be used; grant another")]
     Excluded {
         /// As granted.
         gpu: String,

@@ -100,7 +100,7 @@ impl GrantError {
             }
             Self::Percent { .. } | Self::NotAPercentage(_) => "give a percentage from 1 to 100, or none for no limit",
             Self::Gpu(_) | Self::IndexInJson(_) => "take a UUID from `gpufence inventory`",
-            Self::NotAShare(_) => "write GPU=MEMORY[@PERCENT%], such as 0=8GiB@50%, comma-separated for several",
+            Self::NotAShare(_) => "write GPU=MEMORY, such as 0=8GiB, comma-separated for several",
         }
     }
 }

@@ -24,6 +24,8 @@ use containerd_shim::{
     protos::protobuf::{Message, well_known_types::any::Any},
 };
 
+use gpufence_shim::policy::Policy;
+
 use crate::{
     Failure,
     options::{Options, read_stdin},
@@ -43,6 +45,8 @@ struct Request {
 pub fn run(flags: &Flags) -> Result<(), Failure> {
     let request = read_request(flags)?;
     let options = Options::decode(request.options.as_ref())?;
+    // The server reads it again; here its faults reach whoever asked for the container.
+    Policy::load()?;
     let socket = Path::new(&request.socket_folder).join(socket_name(flags, &group(flags)?));
     let address = format!("unix://{}", socket.display());
     if let Some(listener) = listen(&socket)? {
