@@ -8,6 +8,7 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 #[derive(Debug, Parser)]
 #[command(
     name = "gpufence",
+    disable_help_subcommand = true,
     version,
     after_help = "Examples:
   gpufence inventory                         What GPUs and driver this node has
