@@ -164,7 +164,7 @@ pub(crate) fn write_json(file: &Path, value: &impl Serialize) -> Result<(), CdiE
     let mut bytes =
         serde_json::to_vec_pretty(value).map_err(|source| CdiError::Json { path: file.to_owned(), source })?;
     bytes.push(b'\n');
-    let folder = file.parent().unwrap_or(Path::new("/"));
+    let folder = file.parent().unwrap_or_else(|| Path::new("/"));
     fs::create_dir_all(folder).map_err(io_error::<std::io::Error>("create folder", folder))?;
     let temporary =
         folder.join(format!(".{}.{}", file.file_name().unwrap_or_default().to_string_lossy(), std::process::id()));

@@ -189,10 +189,10 @@ mod tests {
             files.insert(path, bytes);
         }
         let index: Value = serde_json::from_slice(&files["index.json"]).unwrap();
-        let blob = |digest: &Value| {
-            let hex = digest.as_str().unwrap().strip_prefix("sha256:").unwrap();
+        let blob = |wanted: &Value| {
+            let hex = wanted.as_str().unwrap().strip_prefix("sha256:").unwrap();
             let bytes = &files[&format!("blobs/sha256/{hex}")];
-            assert_eq!(digest(bytes), digest.as_str().unwrap());
+            assert_eq!(digest(bytes), wanted.as_str().unwrap());
             serde_json::from_slice::<Value>(bytes).unwrap()
         };
         let manifest = blob(&index["manifests"][0]["digest"]);

@@ -25,11 +25,10 @@ pub fn pages(folder: &Path) -> Result<()> {
 }
 
 fn pages_of(command: &Command, folder: &Path) -> Result<()> {
-    let name = command.get_display_name().unwrap_or(command.get_name()).to_owned();
+    let name = command.get_display_name().unwrap_or_else(|| command.get_name()).to_owned();
     let path = folder.join(format!("{name}.1"));
     fs::write(&path, page(command)?).with_context(|| format!("write {}", path.display()))?;
-    let subcommands = command.get_subcommands().filter(|command| command.get_name() != "help");
-    subcommands.map(|command| pages_of(command, folder)).collect()
+    command.get_subcommands().try_for_each(|command| pages_of(command, folder))
 }
 
 /// One page. The help's last part becomes sections of their own, where clap's would run its lines together.
@@ -44,7 +43,7 @@ fn page(command: &Command) -> Result<Vec<u8>> {
     if command.get_arguments().next().is_some() {
         man.render_options_section(&mut page)?;
     }
-    if command.get_subcommands().any(|command| command.get_name() != "help") {
+    if command.has_subcommands() {
         man.render_subcommands_section(&mut page)?;
     }
     let mut verbatim = false;

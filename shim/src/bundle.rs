@@ -79,7 +79,7 @@ pub fn enforce_bundle(
         }
         _ => None,
     };
-    let outcome = finish(policy, &file, before, prepared.as_ref(), namespace, id);
+    let outcome = finish(policy, &file, &before, prepared.as_ref(), namespace, id);
     if outcome.is_err() {
         let _ = crate::state::clean_up(policy, namespace, id);
     }
@@ -180,7 +180,7 @@ pub fn edit_options(policy: &Policy, capabilities: DriverCapabilities) -> EditOp
 fn finish(
     policy: &Policy,
     file: &Path,
-    before: Value,
+    before: &Value,
     prepared: Option<&Prepared>,
     namespace: &str,
     id: &str,
@@ -193,7 +193,7 @@ fn finish(
     let (edits, granted) =
         prepared.map_or_else(Default::default, |prepared| (prepared.edits.clone(), prepared.granted.clone()));
     let containers = policy.state_dir.join("containers");
-    let privileged = device_rules::allows_by_default(&before);
+    let privileged = device_rules::allows_by_default(before);
     let given = Given {
         edits: &edits,
         granted: &granted,
@@ -213,7 +213,7 @@ fn finish(
         let own = spec::container_spec(spec::device_name(id), edits.clone());
         folder.write("cdi.json", json(serde_json::to_string_pretty(&own))?.as_bytes())?;
     }
-    if after != before {
+    if after != *before {
         write_config(file, &after)?;
     }
     Ok(Outcome { granted, dropped_capabilities })

@@ -212,6 +212,7 @@ pub fn pod_uid() -> String {
 }
 
 /// What the kubelet would show.
+#[allow(clippy::needless_pass_by_value, reason = "for map_err")]
 fn said(status: tonic::Status) -> anyhow::Error {
     anyhow::anyhow!("{}", status.message())
 }

@@ -28,7 +28,7 @@ impl Engine {
             Self::Containerd17 => "containerd-1.7",
             Self::Containerd2 => "containerd-2",
         };
-        let folder = built()?.parent().context("target has folders")?.join("engines").join(name).join("usr/bin");
+        let folder = target()?.join("engines").join(name).join("usr/bin");
         if !folder.join("containerd").exists() {
             bail!("{} has no containerd; run tests/setup.sh tests", folder.display());
         }
@@ -36,13 +36,21 @@ impl Engine {
     }
 }
 
-/// The folder of what was built beside the running test: `target/debug`.
+/// The folder of what was built: the one that GPUFENCE_PROGRAMS names, else beside the running test.
 pub fn built() -> Result<PathBuf> {
+    if let Some(folder) = std::env::var_os("GPUFENCE_PROGRAMS") {
+        return Ok(folder.into());
+    }
     let own = std::env::current_exe()?;
     let folder = own.ancestors().skip(1).find(|folder| folder.join("containerd-shim-gpufence-v1").exists());
     folder.map(Path::to_owned).with_context(|| {
         format!("containerd-shim-gpufence-v1 is not beside {}; run `cargo build --workspace` first", own.display())
     })
+}
+
+/// Cargo's own folder, above what was built.
+fn target() -> Result<PathBuf> {
+    Ok(built()?.parent().context("target has folders")?.to_owned())
 }
 
 /// The container's root that tests share: busybox, and `gpufence` for its probe, with glibc.
@@ -64,7 +72,6 @@ pub fn test_image() -> Result<Image> {
         environment: vec!["PATH=/bin:/usr/bin".into()],
         // A Pod's sandbox runs it.
         command: ["/bin/sleep", "100000"].map(str::to_owned).to_vec(),
-        ..Image::default()
     };
     image.add_program(stripped_probe()?, "usr/bin/gpufence")?;
     Ok(image)

@@ -60,7 +60,7 @@ impl Stage<'_> {
     }
 
     /// A client with a terminal of its own, which `ctr` insists on.
-    fn with_terminal(&self, mut client: Command, input: &str) -> String {
+    fn with_terminal(mut client: Command, input: &str) -> String {
         let words =
             std::iter::once(client.get_program()).chain(client.get_args()).map(|word| quoted(&word.to_string_lossy()));
         let line = words.collect::<Vec<_>>().join(" ");
@@ -172,20 +172,20 @@ fn stdio(stage: &Stage<'_>, met: &mut Met) {
 fn terminals(stage: &Stage<'_>, met: &mut Met) {
     let id = unique("behaviour");
     let call = stage.host.run(stage.runtime, &id, &["--rm", "--tty"], &["/bin/sh"]);
-    let said = stage.with_terminal(call, "stty size; echo $((6*7))\nexit 5\n");
+    let said = Stage::with_terminal(call, "stty size; echo $((6*7))\nexit 5\n");
     met.insert("a terminal".into(), format!("{} {}", said.starts_with("Some(5)"), said.contains("42")));
 
     let id = unique("behaviour");
     let start = stage.host.run(stage.runtime, &id, &["--detach", "--tty"], &["/bin/sh"]);
-    stage.with_terminal(start, "");
+    Stage::with_terminal(start, "");
     let attach = stage.host.containerd.ctr(["tasks", "attach", id.as_str()]);
-    let said = stage.with_terminal(attach, "echo $((7*8))\nexit 6\n");
+    let said = Stage::with_terminal(attach, "echo $((7*8))\nexit 6\n");
     met.insert("attach".into(), format!("{} {}", said.starts_with("Some(6)"), said.contains("56")));
     stage.remove(&id);
 
     let id = stage.detached(&[], &["/bin/sleep", "100"]);
     let exec = stage.host.containerd.ctr(["tasks", "exec", "--tty", "--exec-id", "e", &id, "/bin/sh"]);
-    let said = stage.with_terminal(exec, "test -t 0 && echo $((8*9))\nexit 7\n");
+    let said = Stage::with_terminal(exec, "test -t 0 && echo $((8*9))\nexit 7\n");
     met.insert("exec with a terminal".into(), format!("{} {}", said.starts_with("Some(7)"), said.contains("72")));
     stage.remove(&id);
 }

@@ -85,7 +85,8 @@ fn pods(engine: Engine, unified: bool) {
         let mut folders: Vec<_> =
             std::fs::read_dir(folders).unwrap().flatten().map(|entry| entry.file_name()).collect();
         let mut expected = [trainer, server].map(std::ffi::OsString::from);
-        (folders.sort(), expected.sort());
+        folders.sort();
+        expected.sort();
         assert_eq!(folders, expected, "only those with a grant have a folder");
         cri.remove_pod(&pod).unwrap();
         assert!(!host.container_folders().join("k8s.io").exists());

@@ -52,7 +52,7 @@ fn bad_grants() -> Vec<Bad> {
         short("first=1GiB", "names no GPU", "gpufence inventory"),
         short("7=1GiB", "GPU 7 is not on this node", "gpufence inventory"),
         short("GPU-00000000-0000-0000-0000-000000000000=1GiB", "is not on this node", "gpufence inventory"),
-        long("".into(), "the text is empty", "remove the annotation"),
+        long(String::new(), "the text is empty", "remove the annotation"),
         long("{".into(), "not a grant in JSON", "write {\"version\":1"),
         long("[]".into(), "not a grant in JSON", "write {\"version\":1"),
         long(deep, "not a grant in JSON", "write {\"version\":1"),

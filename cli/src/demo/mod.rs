@@ -186,5 +186,8 @@ extern "C" fn interrupted(_: nix::libc::c_int) {
 }
 
 fn check_interrupted() -> Result<()> {
-    if INTERRUPTED.load(Ordering::Relaxed) { bail!("interrupted; everything was cleaned up") } else { Ok(()) }
+    if INTERRUPTED.load(Ordering::Relaxed) {
+        bail!("interrupted; everything was cleaned up");
+    }
+    Ok(())
 }

@@ -79,7 +79,7 @@ fn free_majors(devices: &str) -> [u32; 2] {
 }
 
 fn node(path: &Path, major: u32, minor: u32) -> Result<()> {
-    fs::create_dir_all(path.parent().unwrap_or(Path::new("/")))?;
+    fs::create_dir_all(path.parent().unwrap_or_else(|| Path::new("/")))?;
     let mode = Mode::from_bits_truncate(0o666);
     mknod(path, SFlag::S_IFCHR, mode, makedev(major.into(), minor.into()))
         .with_context(|| format!("mknod {}; run as root", path.display()))?;

@@ -101,7 +101,7 @@ impl Process {
     pub async fn wait(&self) -> Exit {
         let mut exited = self.exited.subscribe();
         let exit = exited.wait_for(Option::is_some).await;
-        exit.ok().and_then(|exit| *exit).unwrap_or(Exit { status: 255, at: SystemTime::now() })
+        exit.ok().and_then(|exit| *exit).unwrap_or_else(|| Exit { status: 255, at: SystemTime::now() })
     }
 
     /// Whether it runs, or is about to.

@@ -142,5 +142,5 @@ fn last_error(log: &Path) -> Option<String> {
     let text = fs::read_to_string(log).ok()?;
     let errors = text.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
     let errors = errors.filter(|entry| matches!(entry["level"].as_str(), Some("error" | "fatal")));
-    errors.filter_map(|entry| entry["msg"].as_str().map(|message| message.trim().to_owned())).last()
+    errors.filter_map(|entry| entry["msg"].as_str().map(|message| message.trim().to_owned())).next_back()
 }

@@ -76,8 +76,8 @@ fn read_request(flags: &Flags) -> Result<Request, Failure> {
         && parameters.instance_id == flags.id
         && parameters.namespace == flags.namespace
     {
-        let options = parameters.extensions.iter().filter_map(|extension| extension.value.as_ref());
-        let options = options.cloned().find(|any| any.type_url.ends_with("Options"));
+        let mut extensions = parameters.extensions.iter().filter_map(|extension| extension.value.as_ref());
+        let options = extensions.find(|any| any.type_url.ends_with("Options")).cloned();
         let socket_folder = parameters.socket_dir.clone().filter(|folder| folder.starts_with('/'));
         return Ok(Request {
             bootstrap: true,
