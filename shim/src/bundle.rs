@@ -26,7 +26,7 @@ use gpufence_grant::{
 use serde_json::{Map, Value};
 
 use crate::{
-    EnforceError, device_rules,
+    EnforceError,
     enforce::{self, Given},
     environment::{self, Granted},
     error::io_error,
@@ -193,15 +193,16 @@ fn finish(
     let (edits, granted) =
         prepared.map_or_else(Default::default, |prepared| (prepared.edits.clone(), prepared.granted.clone()));
     let containers = policy.state_dir.join("containers");
-    let privileged = device_rules::allows_by_default(before);
+    let host_pids = shares_host_pids(before);
     let given = Given {
         edits: &edits,
         granted: &granted,
         devices: &devices,
+        host_pids,
         policy,
         mount_sources: &[&policy.stage_dir, &containers],
     };
-    let dropped_capabilities = enforce::dropped_capabilities(privileged, &granted, policy).to_vec();
+    let dropped_capabilities = enforce::dropped_capabilities(before, &granted, host_pids, policy);
     let after = enforce::enforce(before.clone(), &given)?;
     if let Some(prepared) = prepared {
         folder.create(prepared.mount_points.iter().map(String::as_str))?;
@@ -255,6 +256,17 @@ fn annotations(spec: &Value, file: &Path) -> Result<Map<String, Value>, EnforceE
         Some(Value::Object(map)) => Ok(map.clone()),
         Some(_) => Err(EnforceError::Spec { path: file.to_owned(), what: "annotations is not an object".into() }),
     }
+}
+
+/// Whether the container gets no PID namespace but the host's: none is named, or the host's own by its path.
+fn shares_host_pids(spec: &Value) -> bool {
+    let namespaces = spec.pointer("/linux/namespaces").and_then(Value::as_array);
+    let Some(own) = namespaces.and_then(|list| list.iter().find(|namespace| namespace["type"] == "pid")) else {
+        return true;
+    };
+    let path = own["path"].as_str().unwrap_or_default();
+    let identity = |path: &str| fs::metadata(path).map(|metadata| (metadata.dev(), metadata.ino())).ok();
+    !path.is_empty() && identity(path) == identity("/proc/self/ns/pid")
 }
 
 /// `root.path`, relative to the bundle.
@@ -340,4 +352,50 @@ fn loader_cache(rootfs: &Path, stage: &Stage, capabilities: &DriverCapabilities)
         })
     }));
     Ok(cache.write())
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn whose_processes_it_sees() {
+        for (namespaces, expected) in [
+            (json!([{"type": "pid"}]), false),
+            (json!([{"type": "mount"}]), true),
+            (json!([{"type": "pid", "path": "/proc/self/ns/pid"}]), true),
+            // Another namespace's file, as a Pod's containers have it; and one that can't be read, which runc refuses.
+            (json!([{"type": "pid", "path": "/proc/self/ns/mnt"}]), false),
+            (json!([{"type": "pid", "path": "/nothing"}]), false),
+            (Value::Null, true),
+        ] {
+            let spec = json!({"linux": {"namespaces": namespaces}});
+            assert_eq!(shares_host_pids(&spec), expected, "{spec}");
+        }
+    }
+
+    #[test]
+    fn a_config_is_bounded_and_an_object() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("config.json");
+        for (text, expected) in [("[]", "not a JSON object"), ("{", "EOF while parsing"), ("", "EOF while parsing")] {
+            fs::write(&file, text).unwrap();
+            let error = read_config(&file).unwrap_err().to_string();
+            assert!(error.contains(expected), "{text}: {error}");
+        }
+    }
+
+    #[test]
+    fn writing_keeps_owner_and_mode() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("config.json");
+        fs::write(&file, "{}").unwrap();
+        fs::set_permissions(&file, fs::Permissions::from_mode(0o640)).unwrap();
+        write_config(&file, &json!({"a": 1})).unwrap();
+        assert_eq!(fs::metadata(&file).unwrap().mode() & 0o7777, 0o640);
+        assert_eq!(fs::read_to_string(&file).unwrap(), "{\"a\":1}");
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1, "the temporary file is gone");
+    }
 }

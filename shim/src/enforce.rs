@@ -21,6 +21,8 @@ pub struct Given<'a> {
     pub granted: &'a Granted,
     /// All GPU devices of the node.
     pub devices: &'a Devices,
+    /// Whether the container is in the host's PID namespace.
+    pub host_pids: bool,
     /// The node's policy.
     pub policy: &'a Policy,
     /// The host's folders that only we mount from.
@@ -28,25 +30,30 @@ pub struct Given<'a> {
 }
 
 /// Which capabilities a process of this container must not have; the same for those that exec adds.
-pub fn dropped_capabilities<'a>(privileged: bool, granted: &Granted, policy: &'a Policy) -> &'a [String] {
+pub fn dropped_capabilities(spec: &Value, granted: &Granted, host_pids: bool, policy: &Policy) -> Vec<String> {
+    let privileged = device_rules::allows_by_default(spec);
     if privileged && policy.privileged == Privileged::Allow {
-        &[]
-    } else if privileged || !granted.visible.is_empty() {
+        return Vec::new();
+    }
+    let list = if privileged || !granted.visible.is_empty() {
         &policy.drop_capabilities
     } else {
         &policy.drop_capabilities_ungranted
-    }
+    };
+    let besides: &[String] = if host_pids { &policy.drop_capabilities_host_pid } else { &[] };
+    list.iter().chain(besides).cloned().collect()
 }
 
 /// Applies a grant to a spec. Twice is as once.
 pub fn enforce(mut spec: Value, given: &Given<'_>) -> Result<Value, EnforceError> {
-    let Given { edits, granted, devices, policy, mount_sources } = given;
+    let Given { edits, granted, devices, host_pids, policy, mount_sources } = given;
     let has_grant = !granted.visible.is_empty();
     let privileged = device_rules::allows_by_default(&spec);
     if privileged && policy.privileged == Privileged::Deny {
         return Err(EnforceError::Privileged);
     }
     let trusted = privileged && policy.privileged == Privileged::Allow;
+    let dropped = dropped_capabilities(&spec, granted, *host_pids, policy);
 
     hooks::remove_foreign(&mut spec)?;
     if !trusted {
@@ -61,7 +68,7 @@ pub fn enforce(mut spec: Value, given: &Given<'_>) -> Result<Value, EnforceError
     }
     let Some(process) = spec.get_mut("process").filter(|process| !process.is_null()) else { return Ok(spec) };
     environment::rewrite(process, granted)?;
-    capabilities::drop(process, dropped_capabilities(privileged, granted, policy))?;
+    capabilities::drop(process, &dropped)?;
     if has_grant && policy.no_new_privileges {
         capabilities::forbid_new_privileges(process);
     }
@@ -97,6 +104,7 @@ mod tests {
             edits,
             granted,
             devices: &devices(),
+            host_pids: !spec["linux"]["namespaces"].is_array(),
             policy,
             mount_sources: &[Path::new("/var/lib/gpufence/stage")],
         };
@@ -109,7 +117,10 @@ mod tests {
         json!({
             "ociVersion": "1.0.2", "ofNextYear": {"kept": true},
             "process": {"env": ["PATH=/bin"], "capabilities": {"bounding": ["CAP_MKNOD", "CAP_CHOWN", "CAP_SYS_ADMIN"]}},
-            "linux": {"resources": {"devices": [{"allow": false, "access": "rwm"}]}},
+            "linux": {
+                "namespaces": [{"type": "pid"}],
+                "resources": {"devices": [{"allow": false, "access": "rwm"}]},
+            },
         })
     }
 
@@ -139,6 +150,18 @@ mod tests {
         assert_eq!(spec["process"]["capabilities"]["bounding"], json!(["CAP_CHOWN"]));
         assert_eq!(spec["process"]["user"]["additionalGids"], json!([44]));
         assert_eq!(spec["ofNextYear"], json!({"kept": true}));
+    }
+
+    #[test]
+    fn ptrace_goes_where_the_host_s_processes_are_seen() {
+        let mut spec = ordinary();
+        spec["process"]["capabilities"]["bounding"] = json!(["CAP_SYS_PTRACE"]);
+        let none = (Granted::default(), ContainerEdits::default());
+        let own = run(spec.clone(), &none.0, &none.1, &Policy::default()).unwrap();
+        assert_eq!(own["process"]["capabilities"]["bounding"], json!(["CAP_SYS_PTRACE"]));
+        spec["linux"]["namespaces"] = Value::Null;
+        let host_s = run(spec, &none.0, &none.1, &Policy::default()).unwrap();
+        assert_eq!(host_s["process"]["capabilities"]["bounding"], json!([]));
     }
 
     #[test]

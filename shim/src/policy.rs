@@ -50,6 +50,8 @@ pub struct Policy {
     pub drop_capabilities: Vec<String>,
     /// Linux capabilities taken from all others. A container with the ordinary ones of an engine stays as it is.
     pub drop_capabilities_ungranted: Vec<String>,
+    /// Linux capabilities taken, besides, from those in the host's PID namespace, whose processes they would reach.
+    pub drop_capabilities_host_pid: Vec<String>,
     /// Whether `no_new_privs` is forced on containers with a grant.
     pub no_new_privileges: bool,
     /// Which low-level runtimes are wrapped, by name (looked up on the engine's PATH) or absolute path; the first that
@@ -88,6 +90,7 @@ impl Default for Policy {
             firmware: true,
             drop_capabilities: ["CAP_MKNOD"].iter().chain(&REACH_THE_HOST).map(|&name| name.into()).collect(),
             drop_capabilities_ungranted: REACH_THE_HOST.map(Into::into).to_vec(),
+            drop_capabilities_host_pid: vec!["CAP_SYS_PTRACE".into()],
             no_new_privileges: false,
             runtimes: vec!["runc".into(), "crun".into()],
             runtime_timeout_seconds: 120,
@@ -117,7 +120,9 @@ impl Policy {
                 return Err(error(format!("{key} = \"{}\" is not an absolute path", folder.display())));
             }
         }
-        for name in policy.drop_capabilities.iter().chain(&policy.drop_capabilities_ungranted) {
+        let lists =
+            [&policy.drop_capabilities, &policy.drop_capabilities_ungranted, &policy.drop_capabilities_host_pid];
+        for name in lists.into_iter().flatten() {
             let letters = name.strip_prefix("CAP_").unwrap_or_default();
             if letters.is_empty() || !letters.bytes().all(|b| b.is_ascii_uppercase() || b == b'_') {
                 return Err(error(format!("\"{name}\" is not a capability's name, such as CAP_SYS_ADMIN")));
