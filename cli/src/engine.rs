@@ -25,8 +25,31 @@ pub struct Settings {
     pub policy: PathBuf,
     /// What else stands in its configuration, in TOML; nothing means no CRI.
     pub configuration: Option<String>,
-    /// In a mount namespace where `/sys/fs/cgroup` is a pure cgroup v2 tree.
-    pub unified: bool,
+    /// The cgroup tree that it finds.
+    pub cgroups: Cgroups,
+}
+
+/// Which cgroup tree an engine finds at `/sys/fs/cgroup`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Cgroups {
+    /// The machine's own.
+    #[default]
+    Host,
+    /// v1 alone, where the machine has v2 mounted beside it.
+    V1,
+    /// v2 alone.
+    V2,
+}
+
+impl Cgroups {
+    /// What makes it so in a mount namespace of one's own, as shell commands.
+    fn script(self) -> Option<&'static str> {
+        match self {
+            Self::Host => None,
+            Self::V1 => Some("{ ! mountpoint -q /sys/fs/cgroup/unified || umount /sys/fs/cgroup/unified; }"),
+            Self::V2 => Some("umount -R /sys/fs/cgroup && mount -t cgroup2 none /sys/fs/cgroup"),
+        }
+    }
 }
 
 /// A containerd that runs. It ends, with all that it started, when this is dropped.
@@ -45,7 +68,7 @@ impl Settings {
             shims: shims.to_owned(),
             policy: policy.to_owned(),
             configuration: None,
-            unified: false,
+            cgroups: Cgroups::Host,
         }
     }
 }
@@ -72,12 +95,12 @@ impl Containerd {
 
     /// Starts it again after [`Self::kill`].
     pub fn run(&mut self) -> Result<()> {
-        let Settings { folder, programs, shims, policy, unified, .. } = &self.settings;
+        let Settings { folder, programs, shims, policy, cgroups, .. } = &self.settings;
         let program = if programs.as_os_str().is_empty() { "containerd".into() } else { programs.join("containerd") };
-        let mut command = if *unified {
-            let script = "mount --make-rprivate / && umount -R /sys/fs/cgroup && mount -t cgroup2 none /sys/fs/cgroup && exec \"$@\"";
+        let mut command = if let Some(script) = cgroups.script() {
+            let script = format!("mount --make-rprivate / && {script} && exec \"$@\"");
             let mut command = Command::new("unshare");
-            command.args(["--mount", "sh", "-c", script, "sh"]).arg(&program);
+            command.args(["--mount", "sh", "-c", &script, "sh"]).arg(&program);
             command
         } else {
             Command::new(&program)

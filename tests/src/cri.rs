@@ -6,9 +6,10 @@ use anyhow::{Context, Result, bail};
 use hyper_util::rt::TokioIo;
 use k8s_cri::v1::{
     ContainerConfig, ContainerMetadata, CreateContainerRequest, ExecSyncRequest, ImageSpec, LinuxContainerConfig,
-    LinuxContainerSecurityContext, LinuxPodSandboxConfig, LinuxSandboxSecurityContext, NamespaceMode, NamespaceOption,
-    PodSandboxConfig, PodSandboxMetadata, RemovePodSandboxRequest, RunPodSandboxRequest, StartContainerRequest,
-    StopPodSandboxRequest, runtime_service_client::RuntimeServiceClient,
+    LinuxContainerResources, LinuxContainerSecurityContext, LinuxPodSandboxConfig, LinuxSandboxSecurityContext,
+    NamespaceMode, NamespaceOption, PodSandboxConfig, PodSandboxMetadata, RemovePodSandboxRequest,
+    RunPodSandboxRequest, StartContainerRequest, StopPodSandboxRequest, UpdateContainerResourcesRequest,
+    runtime_service_client::RuntimeServiceClient,
 };
 use tokio::{net::UnixStream, runtime::Runtime};
 use tonic::transport::{Channel, Endpoint, Uri};
@@ -193,6 +194,18 @@ impl Cri {
             bail!("exit status {}: {}", answer.exit_code, String::from_utf8_lossy(&answer.stderr));
         }
         Ok(String::from_utf8_lossy(&answer.stdout).into_owned())
+    }
+
+    /// Sets a container's memory limit, as an in-place resize of a Pod does.
+    pub fn set_memory(&mut self, container: &str, bytes: i64) -> Result<()> {
+        let linux = LinuxContainerResources { memory_limit_in_bytes: bytes, ..LinuxContainerResources::default() };
+        let request = UpdateContainerResourcesRequest {
+            container_id: container.into(),
+            linux: Some(linux),
+            ..UpdateContainerResourcesRequest::default()
+        };
+        self.runtime.block_on(self.client.update_container_resources(request)).map_err(said)?;
+        Ok(())
     }
 
     /// Ends a Pod with all its containers.

@@ -8,7 +8,7 @@ use std::{
 };
 
 use anyhow::{Context, Result};
-use gpufence_cli::engine::{Containerd, Settings};
+use gpufence_cli::engine::{Cgroups, Containerd, Settings};
 use tempfile::TempDir;
 
 use crate::{
@@ -27,8 +27,8 @@ pub const RUNC: &str = "io.containerd.runc.v2";
 pub struct Plan {
     /// Its containerd.
     pub engine: Engine,
-    /// Whether its cgroup tree is purely v2.
-    pub unified: bool,
+    /// Its cgroup tree.
+    pub cgroups: Cgroups,
     /// Its GPUs, as [`Description::parse`] reads them.
     pub machine: &'static str,
     /// What the policy says beside the folders.
@@ -43,7 +43,7 @@ impl Default for Plan {
     fn default() -> Self {
         Self {
             engine: Engine::Containerd16,
-            unified: false,
+            cgroups: Cgroups::Host,
             machine: "gpus=2",
             policy: "",
             cri: false,
@@ -80,7 +80,7 @@ impl Host {
         image.unpack(&folder.path().join("rootfs"))?;
         let mut settings = Settings::new(&folder.path().join("containerd"), &programs::built()?, &policy);
         settings.programs = plan.engine.folder()?;
-        settings.unified = plan.unified;
+        settings.cgroups = plan.cgroups;
         if plan.cri {
             settings.configuration = Some(crate::cri::configuration(plan.engine, &plan.cri_runtimes));
         }
@@ -128,7 +128,7 @@ impl Host {
     pub fn run(&self, runtime: &str, id: &str, flags: &[&str], command: &[&str]) -> Command {
         let mut call = self.containerd.ctr(["run", "--runtime", runtime]);
         // A pure v2 tree beside v1 has no cpu controller, and ctr sets a share by default.
-        if self.containerd.settings().unified {
+        if self.containerd.settings().cgroups == Cgroups::V2 {
             call.args(["--cpu-shares", "0"]);
         }
         call.args(flags).arg("--rootfs").arg(self.rootfs()).arg(id).args(command);

@@ -10,6 +10,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use gpufence_cli::engine::Cgroups;
 use gpufence_tests::{
     host::{GPUFENCE, Host, Plan, RUNC, unique},
     programs::Engine,
@@ -19,8 +20,8 @@ use gpufence_tests::{
 type Met = BTreeMap<String, String>;
 
 /// Runs the scenes under both runtimes and compares what was met.
-fn same_as_runc(engine: Engine, unified: bool, scenes: &[fn(&Stage<'_>, &mut Met)]) {
-    let host = Host::start(&Plan { engine, unified, ..Plan::default() }).unwrap();
+fn same_as_runc(engine: Engine, cgroups: Cgroups, scenes: &[fn(&Stage<'_>, &mut Met)]) {
+    let host = Host::start(&Plan { engine, cgroups, ..Plan::default() }).unwrap();
     let meet = |runtime: &'static str| {
         let mut met = Met::new();
         for scene in scenes {
@@ -364,28 +365,28 @@ const SCENES: [fn(&Stage<'_>, &mut Met); 9] =
 
 #[test]
 fn containerd_1_6() {
-    same_as_runc(Engine::Containerd16, false, &SCENES);
+    same_as_runc(Engine::Containerd16, Cgroups::Host, &SCENES);
 }
 
 #[test]
 fn containerd_1_7() {
-    same_as_runc(Engine::Containerd17, false, &SCENES);
+    same_as_runc(Engine::Containerd17, Cgroups::Host, &SCENES);
 }
 
 #[test]
 fn containerd_2() {
-    same_as_runc(Engine::Containerd2, false, &SCENES);
+    same_as_runc(Engine::Containerd2, Cgroups::Host, &SCENES);
 }
 
 /// The memory controller of the machines that this runs on is a v1 one.
 #[test]
 fn out_of_memory_on_every_containerd() {
     for engine in [Engine::Containerd16, Engine::Containerd17, Engine::Containerd2] {
-        same_as_runc(engine, false, &[out_of_memory]);
+        same_as_runc(engine, Cgroups::Host, &[out_of_memory]);
     }
 }
 
 #[test]
 fn cgroup_v2() {
-    same_as_runc(Engine::Containerd17, true, &[exits, execs, pauses, signals, events]);
+    same_as_runc(Engine::Containerd17, Cgroups::V2, &[exits, execs, pauses, signals, events]);
 }

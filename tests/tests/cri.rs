@@ -3,6 +3,7 @@
 
 use std::path::Path;
 
+use gpufence_cli::engine::Cgroups;
 use gpufence_tests::{
     cri::{Cri, RuntimeEntry},
     host::{GPUFENCE, Host, Plan, RUNC, unique},
@@ -12,13 +13,16 @@ use gpufence_tests::{
 
 const ANNOTATIONS: &[&str] = &["gpufence.dev/*"];
 
-fn plan(engine: Engine, unified: bool) -> Plan {
+fn plan(engine: Engine, cgroups: Cgroups) -> Plan {
     // Options that mustn't be lost: the state's folder is looked for below.
-    let binary =
-        if unified { concat!(env!("CARGO_MANIFEST_DIR"), "/standins/runc-without-cpu.sh") } else { "/usr/sbin/runc" };
+    let binary = if cgroups == Cgroups::V2 {
+        concat!(env!("CARGO_MANIFEST_DIR"), "/standins/runc-without-cpu.sh")
+    } else {
+        "/usr/sbin/runc"
+    };
     let options = format!("BinaryName = \"{binary}\"\nRoot = \"/run/gpufence-test-runc\"\n");
     // containerd 1.6 passes options on to runtime types that it doesn't know only as the path of a file.
-    let file = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("options-{unified}.toml"));
+    let file = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("options-{cgroups:?}.toml"));
     std::fs::write(&file, &options).unwrap();
     let own_options = match engine {
         Engine::Containerd16 => format!("TypeUrl = \"runtimeoptions.v1.Options\"\nConfigPath = {file:?}\n"),
@@ -39,11 +43,16 @@ fn plan(engine: Engine, unified: bool) -> Plan {
         options,
         ..entry.clone()
     };
-    Plan { engine, unified, cri: true, cri_runtimes: vec![entry, by_path], ..Plan::default() }
+    let systemd = RuntimeEntry {
+        name: "systemd",
+        options: format!("{}SystemdCgroup = true\n", by_path.options),
+        ..by_path.clone()
+    };
+    Plan { engine, cgroups, cri: true, cri_runtimes: vec![entry, by_path, systemd], ..Plan::default() }
 }
 
-fn pods(engine: Engine, unified: bool) {
-    let host = Host::start(&plan(engine, unified)).unwrap();
+fn pods(engine: Engine, cgroups: Cgroups) {
+    let host = Host::start(&plan(engine, cgroups)).unwrap();
     let mut cri = Cri::connect(&host.containerd.socket()).unwrap();
     // CRI of Debian 12's containerd, 1.6.20, reads `runtime_path` and doesn't use it.
     let handlers = if engine == Engine::Containerd16 { &["gpufence"][..] } else { &["gpufence", "bypath"] };
@@ -76,6 +85,15 @@ fn pods(engine: Engine, unified: bool) {
             assert_eq!((seen.image_nodes(), seen.made_nodes()), (vec!["EPERM", "EPERM"], vec!["EPERM", "EPERM"]));
         }
 
+        // An update of its resources reaches the cgroup, and leaves the fence as it is.
+        if cgroups != Cgroups::V2 {
+            cri.set_memory(&trainer, 64 << 20).unwrap();
+            let limit = cri.exec(&trainer, &["/bin/cat", "/sys/fs/cgroup/memory/memory.limit_in_bytes"]).unwrap();
+            assert_eq!(limit.trim(), (64 << 20).to_string());
+            let seen = Seen::from_text(&cri.exec(&trainer, &PROBE).unwrap()).unwrap();
+            assert_eq!(seen.image_nodes(), ["ENXIO", "EPERM"], "after an update");
+        }
+
         // One shim for all of the Pod; runc's state is where the options say, for every container of it.
         assert_eq!(gpufence_cli::engine::shims_of(&host.containerd.socket()).len(), 1);
         for id in [&pod.id, &trainer, &debugger] {
@@ -92,42 +110,63 @@ fn pods(engine: Engine, unified: bool) {
         assert!(!host.container_folders().join("k8s.io").exists());
         assert_eq!(gpufence_cli::engine::shims_of(&host.containerd.socket()), Vec::<u32>::new());
     }
+    // runc leaves its root; another test may still be in it.
+    let _ = std::fs::remove_dir("/run/gpufence-test-runc/k8s.io");
+    let _ = std::fs::remove_dir("/run/gpufence-test-runc");
 }
 
 #[test]
 fn containerd_1_6_cgroup_v1() {
-    pods(Engine::Containerd16, false);
+    pods(Engine::Containerd16, Cgroups::Host);
 }
 
 #[test]
 fn containerd_1_6_cgroup_v2() {
-    pods(Engine::Containerd16, true);
+    pods(Engine::Containerd16, Cgroups::V2);
 }
 
 #[test]
 fn containerd_1_7_cgroup_v1() {
-    pods(Engine::Containerd17, false);
+    pods(Engine::Containerd17, Cgroups::Host);
 }
 
 #[test]
 fn containerd_1_7_cgroup_v2() {
-    pods(Engine::Containerd17, true);
+    pods(Engine::Containerd17, Cgroups::V2);
 }
 
 #[test]
 fn containerd_2_cgroup_v1() {
-    pods(Engine::Containerd2, false);
+    pods(Engine::Containerd2, Cgroups::Host);
 }
 
 #[test]
 fn containerd_2_cgroup_v2() {
-    pods(Engine::Containerd2, true);
+    pods(Engine::Containerd2, Cgroups::V2);
+}
+
+/// SystemdCgroup comes through: on machines without systemd, such as those that this runs on, runc says what it misses.
+#[test]
+fn the_systemd_cgroup_option_is_not_lost() {
+    let host = Host::start(&plan(Engine::Containerd17, Cgroups::Host)).unwrap();
+    let mut cri = Cri::connect(&host.containerd.socket()).unwrap();
+    let error = match cri.run_pod(&unique("pod"), "systemd", &[], false) {
+        // There is one: then the sandbox's cgroup is a scope of it.
+        Ok(pod) => {
+            let found = std::process::Command::new("systemctl").args(["list-units", "--type=scope"]).output().unwrap();
+            assert!(String::from_utf8_lossy(&found.stdout).contains(&pod.id), "no scope for the sandbox");
+            cri.remove_pod(&pod).unwrap();
+            return;
+        }
+        Err(error) => error.to_string(),
+    };
+    assert!(error.contains("systemd"), "{error}");
 }
 
 /// A grant that was copied from another Pod gives nothing but an error that the kubelet sees.
 #[test]
 fn a_copied_grant_is_refused() {
-    let host = Host::start(&plan(Engine::Containerd16, false)).unwrap();
+    let host = Host::start(&plan(Engine::Containerd16, Cgroups::Host)).unwrap();
     let mut cri = Cri::connect(&host.containerd.socket()).unwrap();
     let uuid = host.description.uuid(0);
     let grant = format!(

@@ -1,5 +1,6 @@
 //! What containers see of GPUs when `ctr` runs them, on every containerd and under both kinds of cgroup.
 
+use gpufence_cli::engine::Cgroups;
 use gpufence_tests::{
     host::{GPUFENCE, Host, Plan, unique},
     programs::Engine,
@@ -7,8 +8,8 @@ use gpufence_tests::{
 };
 
 /// A container sees its GPU, and no other however it tries.
-fn a_share_is_what_is_seen(engine: Engine, unified: bool) {
-    let host = Host::start(&Plan { engine, unified, ..Plan::default() }).unwrap();
+fn a_share_is_what_is_seen(engine: Engine, cgroups: Cgroups) {
+    let host = Host::start(&Plan { engine, cgroups, ..Plan::default() }).unwrap();
     let seen =
         host.probe(&["--annotation", "gpufence.dev/gpu=1=8GiB@50%", "--env", "NVIDIA_VISIBLE_DEVICES=all"]).unwrap();
     assert_eq!(seen.nodes(), ["nvidia-uvm ENXIO", "nvidia1 ENXIO", "nvidiactl ENXIO"]);
@@ -59,32 +60,32 @@ fn a_share_is_what_is_seen(engine: Engine, unified: bool) {
 
 #[test]
 fn containerd_1_6_cgroup_v1() {
-    a_share_is_what_is_seen(Engine::Containerd16, false);
+    a_share_is_what_is_seen(Engine::Containerd16, Cgroups::Host);
 }
 
 #[test]
 fn containerd_1_6_cgroup_v2() {
-    a_share_is_what_is_seen(Engine::Containerd16, true);
+    a_share_is_what_is_seen(Engine::Containerd16, Cgroups::V2);
 }
 
 #[test]
 fn containerd_1_7_cgroup_v1() {
-    a_share_is_what_is_seen(Engine::Containerd17, false);
+    a_share_is_what_is_seen(Engine::Containerd17, Cgroups::Host);
 }
 
 #[test]
 fn containerd_1_7_cgroup_v2() {
-    a_share_is_what_is_seen(Engine::Containerd17, true);
+    a_share_is_what_is_seen(Engine::Containerd17, Cgroups::V2);
 }
 
 #[test]
 fn containerd_2_cgroup_v1() {
-    a_share_is_what_is_seen(Engine::Containerd2, false);
+    a_share_is_what_is_seen(Engine::Containerd2, Cgroups::Host);
 }
 
 #[test]
 fn containerd_2_cgroup_v2() {
-    a_share_is_what_is_seen(Engine::Containerd2, true);
+    a_share_is_what_is_seen(Engine::Containerd2, Cgroups::V2);
 }
 
 /// The driver capabilities that an image asks for are given as far as policy allows, with the nodes that they need.
@@ -154,4 +155,41 @@ fn the_running_driver_s_files_and_a_new_driver_s() {
     let stages: Vec<_> =
         std::fs::read_dir(host.folder().join("stage")).unwrap().flatten().map(|entry| entry.file_name()).collect();
     assert!(!stages.contains(&"550.163.01".into()), "the stage that nothing uses is gone: {stages:?}");
+}
+
+/// crun in place of runc, by policy. It takes v1 alone: not v1 with v2 beside it, as many machines have it.
+#[test]
+fn crun_by_policy() {
+    let policy = "runtimes = [\"crun\"]";
+    let host = Host::start(&Plan { policy, cgroups: Cgroups::V1, ..Plan::default() }).unwrap();
+    let seen = host.probe(&["--annotation", "gpufence.dev/gpu=1=8GiB"]).unwrap();
+    assert_eq!(seen.nodes(), ["nvidia-uvm ENXIO", "nvidia1 ENXIO", "nvidiactl ENXIO"]);
+    assert_eq!((seen.image_nodes(), seen.made_nodes()), (vec!["EPERM", "ENXIO"], vec!["EPERM", "EPERM"]));
+    assert!(seen.finds("libcuda.so.1") && !seen.has_capability("MKNOD"));
+    for flags in [&[][..], &["--privileged"]] {
+        let seen = host.probe(flags).unwrap();
+        assert_eq!((seen.nodes(), seen.image_nodes()), (vec![], vec!["EPERM", "EPERM"]), "{flags:?}");
+    }
+    // It is crun that ran: its state is where crun keeps it.
+    let id = unique("crun");
+    let flags = ["--detach", "--annotation", "gpufence.dev/gpu=0=1GiB"];
+    assert!(host.run(GPUFENCE, &id, &flags, &["/bin/sleep", "100"]).output().unwrap().status.success());
+    assert!(std::path::Path::new("/run/containerd/runc/default").join(&id).join("status").exists());
+    let mut exec = host.containerd.ctr(["tasks", "exec", "--exec-id", "e1", id.as_str()]);
+    let seen = Seen::from_output(&exec.args(PROBE).output().unwrap()).unwrap();
+    assert_eq!(seen.image_nodes(), ["ENXIO", "EPERM"]);
+    for action in ["pause", "resume"] {
+        host.containerd.run_ctr(["tasks", action, &id]).unwrap();
+    }
+    let list = host.containerd.run_ctr(["tasks", "ps", &id]).unwrap();
+    assert_eq!(list.lines().count(), 2, "{list}");
+}
+
+/// A low-level runtime that isn't there is an error which says so.
+#[test]
+fn a_missing_runtime() {
+    let host = Host::start(&Plan { policy: "runtimes = [\"norunc\"]", ..Plan::default() }).unwrap();
+    let output = host.output(GPUFENCE, &[], &["/bin/true"]).unwrap();
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success() && said.contains("none of the policy's runtimes (norunc)"), "{said}");
 }
