@@ -52,11 +52,12 @@ sources_of() {
         sed 's/^deb \(\[[^]]*\] \)\{0,1\}\([^ ]*\) .*/Types: deb\nURIs: \2\nSuites: '"$1"'\nComponents: main\nSigned-By: \/usr\/share\/keyrings\/debian-archive-keyring.gpg\n/'
 }
 
-# Unpacks a package of another suite below target/engines/NAME, without installing it.
+# Unpacks packages of another suite below target/engines/NAME, without installing them.
 unpack() {
-    suite=$1 package=$2 name=$3
+    suite=$1 name=$2
+    shift 2
     [ -e "$engines/$name/.complete" ] && return 0
-    say "fetching $package of $suite"
+    say "fetching $* of $suite"
     work=$(mktemp -d)
     mkdir -p "$work/lists/partial" "$work/cache/archives/partial" "$work/parts"
     sources_of "$suite" >"$work/parts/suite.sources"
@@ -64,10 +65,12 @@ unpack() {
     options="-o Dir::Etc::SourceList=/dev/null -o Dir::Etc::SourceParts=$work/parts -o Dir::State::Lists=$work/lists
         -o Dir::Cache=$work/cache -o APT::Sandbox::User=root -o APT::Get::List-Cleanup=0"
     # shellcheck disable=SC2086
-    (cd "$work" && apt-get -qq $options update && apt-get -qq $options download "$package") >/dev/null
+    (cd "$work" && apt-get -qq $options update && apt-get -qq $options download "$@") >/dev/null
     rm -rf "${engines:?}/$name"
     mkdir -p "$engines/$name"
-    dpkg -x "$work/${package}"_*.deb "$engines/$name"
+    for package in "$work"/*.deb; do
+        dpkg -x "$package" "$engines/$name"
+    done
     rm -rf "$work"
     touch "$engines/$name/.complete"
 }
@@ -77,9 +80,11 @@ demo)
     install containerd runc gcc libc6-dev make
     ;;
 tests)
-    install containerd runc crun gcc libc6-dev make busybox-static protobuf-compiler man-db
-    unpack trixie containerd containerd-1.7
-    unpack sid containerd containerd-2
+    install containerd runc crun gcc libc6-dev make busybox-static protobuf-compiler man-db docker.io podman
+    unpack trixie containerd-1.7 containerd
+    unpack sid containerd-2 containerd
+    unpack trixie docker-26 docker.io docker-cli
+    unpack sid docker-28 docker.io docker-cli
     for name in containerd-1.7 containerd-2; do
         say "$name: $("$engines/$name/usr/bin/containerd" --version | cut -d ' ' -f 3)"
     done
