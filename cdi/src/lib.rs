@@ -14,7 +14,8 @@
 //! * [`driver`]: the driver's files by [`capability`], read once for each driver version;
 //! * [`inventory`]: both together, as `/run/gpufence/inventory.json`;
 //! * [`stage`]: the folder on the host that containers mount;
-//! * [`edits`] and [`spec`]: what a container gets, and CDI's form of it.
+//! * [`edits`] and [`spec`]: what a container gets, and CDI's form of it;
+//! * [`fence`]: what it must not reach, for the check before it starts.
 //!
 //! No NVML, no ldconfig, no process: everything here but `nvml` may stand on the create path. This crate knows nothing
 //! of containerd or Kubernetes.
@@ -25,6 +26,7 @@ pub mod driver;
 pub mod edits;
 pub mod elf;
 mod error;
+pub mod fence;
 pub mod inventory;
 pub mod ldcache;
 #[cfg(feature = "nvml")]

@@ -40,6 +40,24 @@ pub struct Resolved {
 }
 
 impl Root {
+    /// Makes an empty file that everybody can read, and the folder right below the root that it lies in, where they aren't
+    /// there. A link is followed as everywhere here: inside the root.
+    pub fn create_file(&self, inside: impl AsRef<Path>) -> Result<(), CdiError> {
+        let inside = inside.as_ref();
+        if let Some(folder) = inside.parent().filter(|folder| *folder != Path::new("/"))
+            && self.open_path(folder)?.is_none()
+        {
+            let relative = folder.strip_prefix("/").unwrap_or(folder);
+            nix::sys::stat::mkdirat(self.handle.as_fd(), relative, Mode::from_bits_truncate(0o755))
+                .map_err(io_error("create folder", self.host_path(folder)))?;
+        }
+        let how = OpenHow::new()
+            .flags(OFlag::O_CREAT | OFlag::O_WRONLY | OFlag::O_NOCTTY | OFlag::O_CLOEXEC)
+            .mode(Mode::from_bits_truncate(0o644))
+            .resolve(ResolveFlag::RESOLVE_IN_ROOT | ResolveFlag::RESOLVE_NO_MAGICLINKS);
+        openat2(self.handle.as_fd(), inside, how).map(drop).map_err(io_error("create", self.host_path(inside)))
+    }
+
     /// Opens `path`, which is a path of the host and trusted.
     pub fn open(path: impl Into<PathBuf>) -> Result<Self, CdiError> {
         let path = path.into();

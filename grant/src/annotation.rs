@@ -18,8 +18,8 @@ pub const PREFIX: &str = "gpufence.dev/";
 pub struct AnnotatedGrant {
     /// What was granted.
     pub grant: Grant,
-    /// The annotation that it came from: [`GRANT`] or [`GPU`].
-    pub annotation: &'static str,
+    /// Where it came from, in words: an annotation, or [`FIXED`].
+    pub origin: &'static str,
     /// The exact text, which is what a signature signs.
     pub text: String,
     /// The text of [`GRANT_SIGNATURE`], not yet looked at.
@@ -31,10 +31,10 @@ pub struct AnnotatedGrant {
 #[non_exhaustive]
 pub enum AnnotationError {
     /// The grant can't be read.
-    #[error("annotation {annotation}: {source}; {}", source.remedy())]
+    #[error("{origin}: {source}; {}", source.remedy())]
     Unreadable {
         /// Where it came from.
-        annotation: &'static str,
+        origin: &'static str,
         /// The fault.
         source: GrantError,
     },
@@ -63,15 +63,24 @@ pub fn read<'a>(
             _ => {}
         }
     }
-    let (annotation, text, parsed) = match (grant, gpu) {
+    let (origin, text, parsed) = match (grant, gpu) {
         (Some(_), Some(_)) => return Err(AnnotationError::Both),
         (None, _) if signature.is_some() => return Err(AnnotationError::SignatureAlone),
         (None, None) => return Ok(None),
-        (Some(text), None) => (GRANT, text, json::parse(text)),
-        (None, Some(text)) => (GPU, text, short::parse(text)),
+        (Some(text), None) => ("annotation gpufence.dev/grant", text, json::parse(text)),
+        (None, Some(text)) => ("annotation gpufence.dev/gpu", text, short::parse(text)),
     };
-    let grant = parsed.map_err(|source| AnnotationError::Unreadable { annotation, source })?;
-    Ok(Some(AnnotatedGrant { grant, annotation, text: text.to_owned(), signature: signature.map(str::to_owned) }))
+    let grant = parsed.map_err(|source| AnnotationError::Unreadable { origin, source })?;
+    Ok(Some(AnnotatedGrant { grant, origin, text: text.to_owned(), signature: signature.map(str::to_owned) }))
+}
+
+/// Where a fixed grant came from, in words.
+pub const FIXED: &str = "runtime argument --grant";
+
+/// Reads a grant in the short form that the administrator gave a runtime as its argument, which no image can forge.
+pub fn read_fixed(text: &str) -> Result<AnnotatedGrant, AnnotationError> {
+    let grant = short::parse(text).map_err(|source| AnnotationError::Unreadable { origin: FIXED, source })?;
+    Ok(AnnotatedGrant { grant, origin: FIXED, text: text.to_owned(), signature: None })
 }
 
 #[cfg(test)]
@@ -82,7 +91,7 @@ mod tests {
     fn which_annotation() {
         let other = ("io.kubernetes.cri.sandbox-id", "x");
         assert_eq!(read([other]), Ok(None));
-        assert_eq!(read([other, (GPU, "0=1GiB")]).unwrap().unwrap().annotation, GPU);
+        assert_eq!(read([other, (GPU, "0=1GiB")]).unwrap().unwrap().origin, "annotation gpufence.dev/gpu");
         assert_eq!(read([(GPU, "0=1GiB"), (GRANT, "{}")]), Err(AnnotationError::Both));
         assert_eq!(read([(GRANT_SIGNATURE, "x")]), Err(AnnotationError::SignatureAlone));
         assert_eq!(read([("gpufence.dev/gpus", "x")]), Err(AnnotationError::Unknown("gpufence.dev/gpus".into())));

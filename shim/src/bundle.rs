@@ -12,6 +12,7 @@ use gpufence_cdi::{
     capability::DriverCapabilities,
     devices::Devices,
     edits::{self, CONTAINER_FOLDER, EditOptions},
+    fence::Fence,
     inventory::{Found, Inventory, Roots},
     ldcache,
     root::Root,
@@ -30,9 +31,11 @@ use crate::{
     enforce::{self, Given},
     environment::{self, Granted},
     error::io_error,
+    hooks,
     identity::{ContainerKind, Identity},
     policy::Policy,
     state::{ContainerFolder, Record, RecordedShare},
+    visible_devices,
 };
 
 /// No engine writes a longer `config.json`; reading one would only hurt us.
@@ -49,22 +52,40 @@ pub struct Outcome {
     pub dropped_capabilities: Vec<String>,
 }
 
-/// Enforces the grant on the bundle of container `id` in the engine's `namespace`. `rootfs` is the container's root,
-/// already mounted; by default what the bundle says.
+/// A bundle that a container is to be made from.
+#[derive(Debug, Clone, Copy)]
+pub struct Bundle<'a> {
+    /// Its folder, which has `config.json`.
+    pub folder: &'a Path,
+    /// The container's root, already mounted; by default what `config.json` says.
+    pub rootfs: Option<&'a Path>,
+    /// The engine's namespace.
+    pub namespace: &'a str,
+    /// The container's id.
+    pub id: &'a str,
+    /// A grant in the short form that the administrator has fixed for this runtime.
+    pub fixed_grant: Option<&'a str>,
+    /// `gpufence-hook`, which checks a container with a grant before it starts and cleans up after it. Where nobody
+    /// else does, as under a runtime that leaves no process.
+    pub hook: Option<&'a Path>,
+}
+
+/// Enforces the grant on a bundle.
 ///
 /// On an error nothing of ours is left behind and `config.json` is as it was.
-pub fn enforce_bundle(
-    policy: &Policy,
-    bundle: &Path,
-    rootfs: Option<&Path>,
-    namespace: &str,
-    id: &str,
-) -> Result<Outcome, EnforceError> {
-    let file = bundle.join("config.json");
+pub fn enforce_bundle(policy: &Policy, bundle: &Bundle<'_>) -> Result<Outcome, EnforceError> {
+    let file = bundle.folder.join("config.json");
     let before = read_config(&file)?;
     let annotations = annotations(&before, &file)?;
-    let identity = Identity::of(id, &annotations);
-    let grant = annotation::read(annotations.iter().filter_map(|(key, value)| Some((key.as_str(), value.as_str()?))))?;
+    let identity = Identity::of(bundle.id, &annotations);
+    let annotated =
+        annotation::read(annotations.iter().filter_map(|(key, value)| Some((key.as_str(), value.as_str()?))))?;
+    let grant = match (annotated, bundle.fixed_grant) {
+        (Some(_), Some(_)) => return Err(EnforceError::TwoGrants),
+        (None, Some(text)) => Some(annotation::read_fixed(text)?),
+        (None, None) if policy.accept_visible_devices && !identity.in_pod => requested(policy, &before)?,
+        (grant, None) => grant,
+    };
     if let Some(grant) = &grant {
         check_addressee(grant, &identity, policy)?;
     }
@@ -74,20 +95,32 @@ pub fn enforce_bundle(
     };
     let prepared = match &grant {
         Some(grant) if !shares.is_empty() => {
-            let root = rootfs.map_or_else(|| bundle_root(bundle, &before), Path::to_owned);
-            Some(prepare(policy, grant, shares, &identity, &before, &root, namespace, id)?)
+            let root = bundle.rootfs.map_or_else(|| bundle_root(bundle.folder, &before), Path::to_owned);
+            Some(prepare(policy, grant, shares, &identity, &before, &root, bundle)?)
         }
         _ => None,
     };
-    let outcome = finish(policy, &file, &before, prepared.as_ref(), namespace, id);
+    let outcome = finish(policy, &file, &before, prepared.as_ref(), bundle);
     if outcome.is_err() {
-        let _ = crate::state::clean_up(policy, namespace, id);
+        let _ = crate::state::clean_up(policy, bundle.namespace, bundle.id);
     }
     outcome
 }
 
+/// What the environment asks for, on a standalone host whose policy takes that for a grant of whole GPUs.
+fn requested(policy: &Policy, spec: &Value) -> Result<Option<AnnotatedGrant>, EnforceError> {
+    let Some(text) = spec.get("process").and_then(visible_devices::wish) else { return Ok(None) };
+    if visible_devices::is_nothing(text) {
+        return Ok(None);
+    }
+    let inventory = Inventory::current(&Roots::open(&policy.driver_root)?, &policy.inventory_file())?;
+    visible_devices::grant(text, &inventory.devices).map(Some)
+}
+
 /// What a container with a grant gets, with its folder on the host not yet made.
 struct Prepared {
+    /// The root that has the host's own device nodes.
+    host: PathBuf,
     devices: Devices,
     edits: ContainerEdits,
     granted: Granted,
@@ -97,7 +130,6 @@ struct Prepared {
     mount_points: Vec<String>,
 }
 
-#[allow(clippy::too_many_arguments, reason = "each is one independent input of the create path")]
 fn prepare(
     policy: &Policy,
     grant: &AnnotatedGrant,
@@ -105,10 +137,9 @@ fn prepare(
     identity: &Identity,
     spec: &Value,
     rootfs: &Path,
-    namespace: &str,
-    id: &str,
+    bundle: &Bundle<'_>,
 ) -> Result<Prepared, EnforceError> {
-    let unmet = |source| EnforceError::Unmet { annotation: grant.annotation, source };
+    let unmet = |source| EnforceError::Unmet { origin: grant.origin, source };
     let roots = Roots::open(&policy.driver_root).map_err(unmet)?;
     let inventory = Inventory::current(&roots, &policy.inventory_file()).map_err(unmet)?;
     let found = shares.iter().map(|share| find(&inventory, share).map_err(unmet)).collect::<Result<Vec<_>, _>>()?;
@@ -126,7 +157,7 @@ fn prepare(
     let mut edits = edits::devices(&inventory.devices, &found, &options).map_err(unmet)?;
     let mut driver = edits::driver(&stage, &options);
 
-    let folder = ContainerFolder::of(policy, namespace, id)?;
+    let folder = ContainerFolder::of(policy, bundle.namespace, bundle.id)?;
     let in_folder = |name: &str, container_path: &str| {
         edits::read_only(folder.path().join(name).to_string_lossy().into_owned(), container_path.to_owned())
     };
@@ -152,16 +183,17 @@ fn prepare(
         compute_percent: share.compute_percent,
     });
     let record = Record {
-        namespace: namespace.to_owned(),
-        id: id.to_owned(),
+        namespace: bundle.namespace.to_owned(),
+        id: bundle.id.to_owned(),
         name: identity.name.clone(),
         pod_uid: identity.pod_uid.clone(),
-        annotation: grant.annotation.to_owned(),
+        origin: grant.origin.to_owned(),
         driver_version: stage.driver_version.clone(),
         shares: recorded.collect(),
     };
     let cache = loader_cache(rootfs, &stage, &options.capabilities)?;
     Ok(Prepared {
+        host: roots.host.path().to_owned(),
         devices: inventory.devices,
         edits,
         granted: Granted { visible, capabilities: options.capabilities },
@@ -182,10 +214,9 @@ fn finish(
     file: &Path,
     before: &Value,
     prepared: Option<&Prepared>,
-    namespace: &str,
-    id: &str,
+    bundle: &Bundle<'_>,
 ) -> Result<Outcome, EnforceError> {
-    let folder = ContainerFolder::of(policy, namespace, id)?;
+    let folder = ContainerFolder::of(policy, bundle.namespace, bundle.id)?;
     let devices = match prepared {
         Some(prepared) => Cow::Borrowed(&prepared.devices),
         None => Cow::Owned(Devices::discover(&Roots::open(&policy.driver_root)?.host)?),
@@ -203,7 +234,10 @@ fn finish(
         mount_sources: &[&policy.stage_dir, &containers],
     };
     let dropped_capabilities = enforce::dropped_capabilities(before, &granted, host_pids, policy);
-    let after = enforce::enforce(before.clone(), &given)?;
+    let mut after = enforce::enforce(before.clone(), &given)?;
+    if let Some(hook) = bundle.hook {
+        hooks::replace_own(&mut after, prepared.map(|_| folder.path()), hook)?;
+    }
     if let Some(prepared) = prepared {
         folder.create(prepared.mount_points.iter().map(String::as_str))?;
         folder.write("view/limits", prepared.limits.as_bytes())?;
@@ -211,8 +245,13 @@ fn finish(
         let json =
             |value: Result<String, serde_json::Error>| value.map_err(|error| EnforceError::Shape(error.to_string()));
         folder.write("record.json", json(serde_json::to_string_pretty(&prepared.record))?.as_bytes())?;
-        let own = spec::container_spec(spec::device_name(id), edits.clone());
+        let own = spec::container_spec(spec::device_name(bundle.id), edits.clone());
+        let fence = Fence::of(&devices, &edits.device_nodes, &prepared.host);
+        folder.write("fence.json", json(serde_json::to_string(&fence))?.as_bytes())?;
         folder.write("cdi.json", json(serde_json::to_string_pretty(&own))?.as_bytes())?;
+    }
+    if prepared.is_some() {
+        crate::state::remove_old_stages(policy);
     }
     if after != *before {
         write_config(file, &after)?;
@@ -276,9 +315,9 @@ fn bundle_root(bundle: &Path, spec: &Value) -> PathBuf {
 
 /// A grant for another Pod or another node is a copied one.
 fn check_addressee(grant: &AnnotatedGrant, identity: &Identity, policy: &Policy) -> Result<(), EnforceError> {
-    let annotation = grant.annotation;
+    let origin = grant.origin;
     let refuse = |what, granted: &str, actual: &str| {
-        Err(EnforceError::NotForUs { annotation, what, granted: granted.to_owned(), actual: actual.to_owned() })
+        Err(EnforceError::NotForUs { origin, what, granted: granted.to_owned(), actual: actual.to_owned() })
     };
     if let Some(granted) = &grant.grant.pod_uid {
         match &identity.pod_uid {
@@ -309,7 +348,7 @@ fn check_memory(grant: &AnnotatedGrant, share: &Share, found: &Found<'_>) -> Res
     };
     match present {
         Some(present) if share.memory_mib > present => Err(EnforceError::TooMuch {
-            annotation: grant.annotation,
+            origin: grant.origin,
             gpu: share.gpu.to_string(),
             granted: share.memory_mib,
             present,

@@ -43,12 +43,10 @@ pub enum EnforceError {
     #[error(transparent)]
     Annotation(#[from] AnnotationError),
     /// The grant was written for somebody else.
-    #[error(
-        "annotation {annotation}: the grant is for {what} {granted}, but this is {actual}; let the scheduler grant anew"
-    )]
+    #[error("{origin}: the grant is for {what} {granted}, but this is {actual}; let the scheduler grant anew")]
     NotForUs {
         /// Where the grant came from.
-        annotation: &'static str,
+        origin: &'static str,
         /// "Pod" or "node".
         what: &'static str,
         /// Whom it names.
@@ -57,20 +55,18 @@ pub enum EnforceError {
         actual: String,
     },
     /// The grant can't be met on this node.
-    #[error("annotation {annotation}: {source}")]
+    #[error("{origin}: {source}")]
     Unmet {
         /// Where the grant came from.
-        annotation: &'static str,
+        origin: &'static str,
         /// What this node lacks.
         source: CdiError,
     },
     /// A share of more memory than the GPU has.
-    #[error(
-        "annotation {annotation}: the share of GPU {gpu} has {granted} MiB, but the GPU has {present} MiB; grant less"
-    )]
+    #[error("{origin}: the share of GPU {gpu} has {granted} MiB, but the GPU has {present} MiB; grant less")]
     TooMuch {
         /// Where the grant came from.
-        annotation: &'static str,
+        origin: &'static str,
         /// The GPU as granted.
         gpu: String,
         /// MiB granted.
@@ -78,6 +74,14 @@ pub enum EnforceError {
         /// MiB present.
         present: u64,
     },
+    /// A fixed grant and one in an annotation.
+    #[error(
+        "the runtime has a fixed grant (--grant) and the container an annotation with another; keep only one of them"
+    )]
+    TwoGrants,
+    /// `NVIDIA_VISIBLE_DEVICES` asks for what can't be given.
+    #[error("NVIDIA_VISIBLE_DEVICES: {0}; write all, none, or indices and UUIDs from `gpufence inventory`")]
+    Visible(String),
     /// Policy refuses privileged containers.
     #[error(
         "the container is privileged, which this node's policy denies (privileged = \"deny\"); drop `privileged`, or have the administrator set \"fence\""
@@ -90,6 +94,12 @@ pub enum EnforceError {
     Unfenceable {
         /// The rule as it stands in linux.resources.devices.
         rule: String,
+    },
+    /// No low-level runtime to wrap.
+    #[error("none of the policy's runtimes ({names}) is on the engine's PATH; install runc")]
+    NoRuntime {
+        /// Those looked for.
+        names: String,
     },
     /// Something about the driver, the inventory or the stage, not about this grant.
     #[error(transparent)]

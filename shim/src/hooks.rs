@@ -1,8 +1,10 @@
 //! Hooks of other GPU runtimes, which would add GPUs behind the grant's back.
 
-use serde_json::Value;
+use std::path::Path;
 
-use crate::EnforceError;
+use serde_json::{Value, json};
+
+use crate::{EnforceError, json};
 
 /// What the programs of NVIDIA's toolkit are called.
 const FOREIGN: [&str; 4] =
@@ -22,11 +24,50 @@ pub fn remove_foreign(spec: &mut Value) -> Result<(), EnforceError> {
     Ok(())
 }
 
+/// What our own hook program is called.
+pub const OWN: &str = "gpufence-hook";
+
+/// Puts our hooks in for a container with a folder, and takes those of an earlier run out: the final check before the
+/// container's program starts, and the clean-up after it has ended.
+pub fn replace_own(spec: &mut Value, folder: Option<&Path>, hook: &Path) -> Result<(), EnforceError> {
+    if let Some(hooks) = spec.get_mut("hooks").and_then(Value::as_object_mut) {
+        for list in hooks.values_mut().filter_map(Value::as_array_mut) {
+            list.retain(|hook| {
+                let path = hook.get("path").and_then(Value::as_str).unwrap_or_default();
+                path.rsplit('/').next() != Some(OWN)
+                    || hook.pointer("/args/2").and_then(Value::as_str) != Some("--folder")
+            });
+        }
+    }
+    let Some(folder) = folder else { return Ok(()) };
+    for (when, action) in [("createRuntime", "check"), ("poststop", "clean-up")] {
+        json::list(spec, &["hooks", when])?.push(json!({
+            "path": hook.to_string_lossy(),
+            "args": [OWN, action, "--folder", folder.to_string_lossy()],
+            // Nothing of the container's or the engine's environment.
+            "env": [],
+            "timeout": 30,
+        }));
+    }
+    Ok(())
+}
+
 #[cfg(test)]
 mod tests {
-    use serde_json::json;
-
     use super::*;
+
+    #[test]
+    fn ours_are_there_once() {
+        let other = json!({"path": "/usr/bin/other"});
+        let mut spec = json!({"hooks": {"poststop": [other]}});
+        for folder in ["/run/gpufence/containers/moby/a", "/run/gpufence/containers/moby/b"] {
+            replace_own(&mut spec, Some(Path::new(folder)), Path::new("/usr/bin/gpufence-hook")).unwrap();
+            assert_eq!(spec["hooks"]["poststop"].as_array().unwrap().len(), 2);
+            assert_eq!(spec["hooks"]["createRuntime"][0]["args"][3], json!(folder));
+        }
+        replace_own(&mut spec, None, Path::new("/usr/bin/gpufence-hook")).unwrap();
+        assert_eq!(spec, json!({"hooks": {"poststop": [other], "createRuntime": []}}));
+    }
 
     #[test]
     fn only_foreign_gpu_hooks_go() {

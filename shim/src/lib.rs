@@ -4,7 +4,8 @@
 //! the part of the OCI spec that it touches, and is a pure function on JSON: [`hooks`], [`devices`], [`device_rules`],
 //! [`mounts`], [`environment`], [`capabilities`]. [`bundle`] is the thin edge which reads and writes files:
 //! `config.json`, the inventory, the stage, the image's `ld.so.cache` and the container's [`state`] folder.
-//! [`policy`] is the administrator's word, [`identity`] says which container of which Pod a bundle is for.
+//! [`policy`] is the administrator's word, [`identity`] says which container of which Pod a bundle is for,
+//! [`visible_devices`] reads what a standalone host may take for a grant, and [`runtime_path`] finds the low-level runtime.
 //!
 //! `config.json` stays a [`serde_json::Value`] throughout: typed structs would drop fields that they don't know and
 //! fail on enum values that they don't know, such as a new capability's name.
@@ -21,6 +22,8 @@ pub mod identity;
 mod json;
 pub mod mounts;
 pub mod policy;
+pub mod runtime_path;
 pub mod state;
+pub mod visible_devices;
 
 pub use error::EnforceError;

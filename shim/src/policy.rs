@@ -54,9 +54,14 @@ pub struct Policy {
     pub drop_capabilities_host_pid: Vec<String>,
     /// Whether `no_new_privs` is forced on containers with a grant.
     pub no_new_privileges: bool,
+    /// Whether `NVIDIA_VISIBLE_DEVICES` counts as a grant of whole GPUs to containers outside of Pods that have no other.
+    /// For a host whose images are all trusted: an image can set it.
+    pub accept_visible_devices: bool,
     /// Which low-level runtimes are wrapped, by name (looked up on the engine's PATH) or absolute path; the first that
     /// is there.
     pub runtimes: Vec<String>,
+    /// Where `gpufence-hook` is. By default beside `gpufence-runtime`, or on the engine's PATH.
+    pub hook: Option<PathBuf>,
     /// Seconds that one call of the low-level runtime may take.
     pub runtime_timeout_seconds: u64,
 }
@@ -92,7 +97,9 @@ impl Default for Policy {
             drop_capabilities_ungranted: REACH_THE_HOST.map(Into::into).to_vec(),
             drop_capabilities_host_pid: vec!["CAP_SYS_PTRACE".into()],
             no_new_privileges: false,
+            accept_visible_devices: false,
             runtimes: vec!["runc".into(), "crun".into()],
+            hook: None,
             runtime_timeout_seconds: 120,
         }
     }
@@ -133,6 +140,9 @@ impl Policy {
         }
         if let Some(name) = policy.runtimes.iter().find(|name| name.contains('/') && !name.starts_with('/')) {
             return Err(error(format!("runtime \"{name}\" is neither a name nor an absolute path")));
+        }
+        if let Some(hook) = policy.hook.as_ref().filter(|hook| !hook.is_absolute()) {
+            return Err(error(format!("hook = \"{}\" is not an absolute path", hook.display())));
         }
         if policy.runtime_timeout_seconds == 0 {
             return Err(error("runtime_timeout_seconds is 0; give at least 1".into()));

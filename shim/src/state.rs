@@ -3,6 +3,7 @@
 //! ```text
 //! record.json    what was granted, for people and for the node agent
 //! cdi.json       the CDI spec of exactly this container
+//! fence.json     which device nodes it has and which it must not reach, for gpufence-hook
 //! ld.so.cache    mounted over the image's
 //! view/          mounted at /usr/lib/gpufence, with a folder for each of the stage's
 //! view/limits    the limits file
@@ -31,8 +32,8 @@ pub struct Record {
     /// The Pod's UID.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pod_uid: Option<String>,
-    /// Which annotation the grant came from.
-    pub annotation: String,
+    /// Where the grant came from, in words.
+    pub origin: String,
     /// The driver whose stage it mounts.
     pub driver_version: String,
     /// Its shares.
@@ -130,11 +131,19 @@ pub fn clean_up(policy: &Policy, namespace: &str, id: &str) -> Result<(), Enforc
     if let Some(namespace) = folder.path().parent() {
         let _ = fs::remove_dir(namespace);
     }
+    remove_old_stages(policy);
+    Ok(())
+}
+
+/// Removes the stages of other drivers than the running one that no container uses any more. That one can't be removed
+/// is no reason to refuse a container.
+pub fn remove_old_stages(policy: &Policy) {
     let versions = fs::read_dir(&policy.stage_dir).into_iter().flatten().flatten();
     let several = versions.filter(|entry| entry.file_name() != ".lock").count() > 1;
     if several && let Ok(inventory) = gpufence_cdi::inventory::Inventory::read(&policy.inventory_file()) {
         let in_use: Vec<String> = records(policy).into_iter().map(|record| record.driver_version).collect();
-        gpufence_cdi::stage::remove_unused(&policy.stage_dir, &inventory.driver_version, &in_use)?;
+        if let Err(error) = gpufence_cdi::stage::remove_unused(&policy.stage_dir, &inventory.driver_version, &in_use) {
+            log::warn!("remove old stages: {error}");
+        }
     }
-    Ok(())
 }

@@ -13,7 +13,10 @@ use std::{
 };
 
 use containerd_shim::{api::CreateTaskRequest, protos::types::mount::Mount};
-use gpufence_shim::{bundle::Outcome, policy::Policy};
+use gpufence_shim::{
+    bundle::{Bundle, Outcome},
+    policy::Policy,
+};
 use serde_json::Value;
 
 use crate::{
@@ -288,7 +291,18 @@ async fn enforce(request: &CreateTaskRequest, surroundings: &Surroundings, rootf
     let (policy, namespace) = (surroundings.policy.clone(), surroundings.namespace.clone());
     let (bundle, id) = (PathBuf::from(&request.bundle), request.id.clone());
     let rootfs = (!request.rootfs.is_empty()).then(|| rootfs.to_owned());
-    let enforce = move || gpufence_shim::bundle::enforce_bundle(&policy, &bundle, rootfs.as_deref(), &namespace, &id);
+    let enforce = move || {
+        let bundle = Bundle {
+            folder: &bundle,
+            rootfs: rootfs.as_deref(),
+            namespace: &namespace,
+            id: &id,
+            fixed_grant: None,
+            // We delete what we made ourselves.
+            hook: None,
+        };
+        gpufence_shim::bundle::enforce_bundle(&policy, &bundle)
+    };
     tokio::task::spawn_blocking(enforce).await?.map_err(|error| format!("gpufence: {error}").into())
 }
 

@@ -14,7 +14,7 @@ use containerd_shim::protos::{
     protobuf::{CodedInputStream, Message, UnknownValueRef, well_known_types::any::Any},
     shim::oci,
 };
-use gpufence_shim::policy::Policy;
+use gpufence_shim::{policy::Policy, runtime_path};
 use serde::{Deserialize, Serialize};
 
 use crate::Failure;
@@ -102,17 +102,11 @@ impl Options {
     /// Which low-level runtime is wrapped: the options' BinaryName, else the first of the policy's that is there.
     pub fn runtime(&self, policy: &Policy) -> Result<PathBuf, Failure> {
         if !self.binary_name.is_empty() {
-            return look_up(&self.binary_name).ok_or_else(|| {
+            return runtime_path::look_up(&self.binary_name).ok_or_else(|| {
                 format!("runtime \"{}\" (BinaryName in containerd's options) is not on the engine's PATH; install it, or correct the option", self.binary_name).into()
             });
         }
-        policy.runtimes.iter().find_map(|name| look_up(name)).ok_or_else(|| {
-            format!(
-                "none of the policy's runtimes ({}) is on the engine's PATH; install runc",
-                policy.runtimes.join(", ")
-            )
-            .into()
-        })
+        Ok(runtime_path::of_policy(policy)?)
     }
 
     /// Where the runtime keeps its state; runc's shim has a folder for each namespace.
@@ -128,20 +122,6 @@ impl Options {
     pub fn load(bundle: &Path) -> Result<Self, Failure> {
         Ok(serde_json::from_slice(&fs::read(bundle.join(FILE))?)?)
     }
-}
-
-fn look_up(name: &str) -> Option<PathBuf> {
-    if name.starts_with('/') {
-        return Some(name.into()).filter(|path: &PathBuf| path.is_file());
-    }
-    if name.contains('/') {
-        return None;
-    }
-    let path = std::env::var_os("PATH")?;
-    std::env::split_paths(&path)
-        .filter(|folder| folder.is_absolute())
-        .map(|folder| folder.join(name))
-        .find(|path| path.is_file())
 }
 
 /// What was piped to an action, 10 MiB at most, as containerd's own shims read it.
