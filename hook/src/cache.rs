@@ -33,7 +33,7 @@ pub fn run(state: &State, folders: &[PathBuf]) -> Result<(), HookError> {
     }
     let bytes = root.read_if_there(CACHE, MAX_CACHE_BYTES).ok().flatten().unwrap_or_default();
     let mut cache = ldcache::parse(&bytes).unwrap_or_default();
-    cache.prepend(entries.into_iter());
+    cache.prepend(entries);
     bind(&root, &cache.write(), &state.id)
 }
 

@@ -93,7 +93,7 @@ mod tests {
             ("{}", "missing field"),
             (&GOOD.replace("\"a\"", "\"../a\""), "id is not a container's"),
             (&GOOD.replace("\"/b\"", "\"b\""), "not an absolute path"),
-            (&GOOD.replace("7", "\"7\""), "invalid type"),
+            (&GOOD.replace('7', "\"7\""), "invalid type"),
         ] {
             let error = parse(text).unwrap_err().to_string();
             assert!(error.contains(expected), "{text}: {error}");

@@ -96,7 +96,7 @@ pub enum EnforceError {
         rule: String,
     },
     /// No low-level runtime to wrap.
-    #[error("none of the policy's runtimes ({names}) is on the engine's PATH; install runc")]
+    #[error("none of the policy's runtimes ({names}) is on the engine's PATH or in a usual folder; install runc")]
     NoRuntime {
         /// Those looked for.
         names: String,

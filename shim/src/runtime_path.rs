@@ -1,4 +1,5 @@
-//! Finds the low-level runtime: by absolute path, or by name on the engine's PATH, never in a container.
+//! Finds the low-level runtime: by absolute path, or by name on the engine's PATH and in the usual folders, never in a
+//! container.
 
 use std::{
     os::unix::fs::MetadataExt,
@@ -7,7 +8,10 @@ use std::{
 
 use crate::{EnforceError, policy::Policy};
 
-/// A program by absolute path, or by name in the absolute folders of PATH.
+/// Where programs are, for engines that start runtimes without a PATH, as Podman does.
+const USUAL_FOLDERS: [&str; 6] = ["/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin"];
+
+/// A program by absolute path, or by name in the absolute folders of PATH, then in the usual ones.
 pub fn look_up(name: &str) -> Option<PathBuf> {
     if name.starts_with('/') {
         return Some(name.into()).filter(|path: &PathBuf| path.is_file());
@@ -15,9 +19,10 @@ pub fn look_up(name: &str) -> Option<PathBuf> {
     if name.contains('/') {
         return None;
     }
-    let path = std::env::var_os("PATH")?;
+    let path = std::env::var_os("PATH").unwrap_or_default();
     std::env::split_paths(&path)
         .filter(|folder| folder.is_absolute())
+        .chain(USUAL_FOLDERS.map(PathBuf::from))
         .map(|folder| folder.join(name))
         .find(|path| path.is_file() && !is_this_program(path))
 }

@@ -29,7 +29,7 @@ pub fn grant(wish: &str, devices: &Devices) -> Result<AnnotatedGrant, EnforceErr
         let mut shares: Vec<Share> = Vec::new();
         for word in wish.split(',').map(str::trim) {
             let share = one(word, &usable)
-                .ok_or_else(|| EnforceError::Visible(format!("\"{:.80}\" is not a GPU of this node", word)))?;
+                .ok_or_else(|| EnforceError::Visible(format!("\"{word:.80}\" is not a GPU of this node")))?;
             if !shares.iter().any(|earlier| earlier.gpu == share.gpu) {
                 shares.push(share);
             }

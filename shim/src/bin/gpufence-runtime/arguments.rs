@@ -8,6 +8,8 @@ use std::{
     path::PathBuf,
 };
 
+/// Our own global flags, which all take a value.
+const OWN_VALUES: [&str; 2] = ["grant", "policy"];
 /// Global flags of runc 1.0 to 1.4 and crun that take a value.
 const GLOBAL_VALUES: [&str; 8] =
     ["log", "log-format", "log-level", "root", "criu", "rootless", "cgroup-manager", "systemd-cgroup-manager"];
@@ -26,6 +28,8 @@ pub struct Call {
     pub verb: Verb,
     /// `--grant`, which is ours.
     pub grant: Option<String>,
+    /// `--policy`, which is ours too.
+    pub policy: Option<PathBuf>,
     /// `--root`.
     pub root: Option<PathBuf>,
     /// `--log`.
@@ -46,6 +50,8 @@ pub enum Verb {
         /// The container's id.
         id: String,
     },
+    /// `delete`, with the container's id.
+    Delete(String),
     /// `features`.
     Features,
     /// Anything else.
@@ -80,7 +86,8 @@ pub fn parse(words: Vec<OsString>) -> Result<Call, String> {
     let command = loop {
         let Some(word) = words.next() else { return Ok(call) };
         let Some((name, written)) = flag(&word) else { break word };
-        let takes_value = name == "grant" || GLOBAL_VALUES.contains(&name.as_str());
+        let ours = OWN_VALUES.contains(&name.as_str());
+        let takes_value = ours || GLOBAL_VALUES.contains(&name.as_str());
         if !takes_value && !GLOBAL_SWITCHES.contains(&name.as_str()) && written.is_none() {
             // Its value, if it takes one, can't be told from a command.
             call.passed_on.push(word);
@@ -96,13 +103,13 @@ pub fn parse(words: Vec<OsString>) -> Result<Call, String> {
         let value = match (takes_value, written) {
             (true, None) => {
                 let next = words.next().ok_or_else(|| format!("--{name} has no value"))?;
-                if name != "grant" {
+                if !ours {
                     call.passed_on.extend([word, next.clone()]);
                 }
                 Some(next)
             }
             (_, written) => {
-                if name != "grant" {
+                if !ours {
                     call.passed_on.push(word);
                 }
                 written
@@ -111,6 +118,7 @@ pub fn parse(words: Vec<OsString>) -> Result<Call, String> {
         let Some(value) = value else { continue };
         match name.as_str() {
             "grant" => call.grant = Some(value.into_string().map_err(|_| "--grant is not UTF-8")?),
+            "policy" => call.policy = Some(value.into()),
             "root" => call.root = Some(value.into()),
             "log" => call.log = Some(value.into()),
             "log-format" => call.log_json = value == "json",
@@ -123,10 +131,17 @@ pub fn parse(words: Vec<OsString>) -> Result<Call, String> {
     call.passed_on.extend(rest.iter().cloned());
     call.verb = match name.as_str() {
         "create" | "run" => create(&name, rest)?,
+        "delete" => delete(&rest),
         "features" => Verb::Features,
         _ => Verb::Other,
     };
     Ok(call)
+}
+
+/// `delete` takes switches and one id.
+fn delete(words: &[OsString]) -> Verb {
+    let id = words.iter().find(|word| flag(word).is_none());
+    id.and_then(|id| id.to_str()).map_or(Verb::Other, |id| Verb::Delete(id.to_owned()))
 }
 
 fn create(command: &str, words: Vec<OsString>) -> Result<Verb, String> {
@@ -212,7 +227,9 @@ mod tests {
             assert_eq!(created(line), None, "{line}");
         }
         assert_eq!(read("features").unwrap().verb, Verb::Features);
-        let call = read("--grant 0=8GiB --root /run/x/moby --log /l --log-format json create -b /b id").unwrap();
+        assert_eq!(read("--root /r delete --force id").unwrap().verb, Verb::Delete("id".into()));
+        let call =
+            read("--grant 0=8GiB --policy=/p --root /run/x/moby --log /l --log-format json create -b /b id").unwrap();
         assert_eq!((call.grant.as_deref(), call.namespace().as_str(), call.log_json), (Some("0=8GiB"), "moby", true));
         let passed: Vec<_> = call.passed_on.iter().map(|word| word.to_string_lossy().into_owned()).collect();
         assert_eq!(passed.join(" "), "--root /run/x/moby --log /l --log-format json create -b /b id");

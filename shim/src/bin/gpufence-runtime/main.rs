@@ -28,12 +28,17 @@ use serde_json::{Value, json};
 
 type Failure = Box<dyn std::error::Error>;
 
+/// Where runc and crun keep their state as root, if not told.
+const DEFAULT_ROOTS: [&str; 2] = ["/run/runc", "/run/crun"];
+
 const HELP: &str = "\
 An OCI runtime that holds containers to their GPU grants, and hands over to runc or crun.
 
-usage: gpufence-runtime [--grant GPU=MEMORY[@PERCENT%][,…]] RUNTIME-ARGUMENTS…
+usage: gpufence-runtime [--grant GRANT] [--policy FILE] RUNTIME-ARGUMENTS…
 
-  --grant GRANT     a fixed grant in the short form, for runtimes that an administrator configures
+  --grant GRANT     a fixed grant in the short form, GPU=MEMORY[@PERCENT%][,…], for runtimes that an administrator
+                    configures
+  --policy FILE     another policy file; Podman passes no environment on, but runtime flags
   --gpufence-help   this text
 
 Everything else is the low-level runtime's own; its --help says more.
@@ -57,15 +62,15 @@ fn main() -> ExitCode {
     }
     let call = match arguments::parse(words) {
         Ok(call) => call,
-        Err(error) => return fail(&Call::default(), error.as_str().into()),
+        Err(error) => return fail(&Call::default(), &error.into()),
     };
     match run(&call) {
         Ok(code) => code,
-        Err(error) => fail(&call, error),
+        Err(error) => fail(&call, &error),
     }
 }
 
-fn fail(call: &Call, error: Failure) -> ExitCode {
+fn fail(call: &Call, error: &Failure) -> ExitCode {
     let message = format!("gpufence: {error}");
     log::error(call, &message);
     eprintln!("{message}");
@@ -73,10 +78,11 @@ fn fail(call: &Call, error: Failure) -> ExitCode {
 }
 
 fn run(call: &Call) -> Result<ExitCode, Failure> {
-    let policy = Policy::load()?;
+    let policy = call.policy.as_ref().map_or_else(Policy::load, |path| Policy::read(path))?;
     let runtime = runtime_path::of_policy(&policy)?;
     match &call.verb {
         Verb::Create { bundle, id } => enforce(&policy, call, bundle, id)?,
+        Verb::Delete(id) => clean_up_after_failure(&policy, call, id)?,
         Verb::Features => return features(&runtime, call),
         Verb::Other => {}
     }
@@ -97,6 +103,16 @@ fn enforce(policy: &Policy, call: &Call, bundle: &Path, id: &str) -> Result<(), 
         hook: Some(&hook),
     };
     Ok(enforce_bundle(policy, &bundle).map(drop)?)
+}
+
+/// A container whose create failed in the low-level runtime, after us, has no poststop; its engine deletes it all the
+/// same. One that the low-level runtime knows is cleaned up by the hook.
+fn clean_up_after_failure(policy: &Policy, call: &Call, id: &str) -> Result<(), Failure> {
+    let roots = call.root.as_ref().map_or_else(|| DEFAULT_ROOTS.map(PathBuf::from).to_vec(), |root| vec![root.clone()]);
+    if !id.contains('/') && roots.iter().all(|root| !root.join(id).exists()) {
+        gpufence_shim::state::clean_up(policy, &call.namespace(), id)?;
+    }
+    Ok(())
 }
 
 /// `gpufence-hook`, which does for a container what no process of ours is left to do.
