@@ -190,6 +190,8 @@ fn prepare(
         origin: grant.origin.to_owned(),
         driver_version: stage.driver_version.clone(),
         shares: recorded.collect(),
+        driver_capabilities: options.capabilities.clone(),
+        dropped_capabilities: Vec::new(),
     };
     let cache = loader_cache(rootfs, &stage, &options.capabilities)?;
     Ok(Prepared {
@@ -244,7 +246,8 @@ fn finish(
         folder.write("ld.so.cache", &prepared.cache)?;
         let json =
             |value: Result<String, serde_json::Error>| value.map_err(|error| EnforceError::Shape(error.to_string()));
-        folder.write("record.json", json(serde_json::to_string_pretty(&prepared.record))?.as_bytes())?;
+        let record = Record { dropped_capabilities: dropped_capabilities.clone(), ..prepared.record.clone() };
+        folder.write("record.json", json(serde_json::to_string_pretty(&record))?.as_bytes())?;
         let own = spec::container_spec(spec::device_name(bundle.id), edits.clone());
         let fence = Fence::of(&devices, &edits.device_nodes, &prepared.host);
         folder.write("fence.json", json(serde_json::to_string(&fence))?.as_bytes())?;

@@ -15,6 +15,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use gpufence_cdi::capability::DriverCapabilities;
 use serde::{Deserialize, Serialize};
 
 use crate::{EnforceError, error::io_error, policy::Policy};
@@ -38,6 +39,10 @@ pub struct Record {
     pub driver_version: String,
     /// Its shares.
     pub shares: Vec<RecordedShare>,
+    /// The parts of the driver that it has.
+    pub driver_capabilities: DriverCapabilities,
+    /// Linux capabilities that none of its processes has.
+    pub dropped_capabilities: Vec<String>,
 }
 
 /// One share.

@@ -3,11 +3,13 @@
 //! * [`simulated`]: driver roots for machines without GPUs;
 //! * [`programs`]: what was built, and which engines there are;
 //! * [`host`]: a simulated machine with a containerd of its own;
+//! * [`docker`]: Docker and Podman on the same machine;
 //! * [`seen`]: what a container saw;
 //! * [`cri`]: a client of the Kubernetes container runtime interface;
 //! * [`leaks`]: what is left behind.
 
 pub mod cri;
+pub mod docker;
 pub mod host;
 pub mod leaks;
 pub mod programs;

@@ -28,7 +28,7 @@ impl Engine {
             Self::Containerd17 => "containerd-1.7",
             Self::Containerd2 => "containerd-2",
         };
-        let folder = target()?.join("engines").join(name).join("usr/bin");
+        let folder = engines()?.join(name).join("usr/bin");
         if !folder.join("containerd").exists() {
             bail!("{} has no containerd; run tests/setup.sh tests", folder.display());
         }
@@ -48,9 +48,9 @@ pub fn built() -> Result<PathBuf> {
     })
 }
 
-/// Cargo's own folder, above what was built.
-fn target() -> Result<PathBuf> {
-    Ok(built()?.parent().context("target has folders")?.to_owned())
+/// The folder of the engines that `tests/setup.sh` unpacked, below Cargo's own.
+pub fn engines() -> Result<PathBuf> {
+    Ok(built()?.parent().context("target has folders")?.join("engines"))
 }
 
 /// The container's root that tests share: busybox, and `gpufence` for its probe, with glibc.

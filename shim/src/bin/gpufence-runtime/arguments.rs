@@ -21,6 +21,30 @@ const CREATE_VALUES: [&str; 5] = ["bundle", "b", "console-socket", "pid-file", "
 const CREATE_SWITCHES: [&str; 9] =
     ["detach", "d", "keep", "no-pivot", "no-new-keyring", "no-subreaper", "no-subreaper=true", "help", "h"];
 
+/// Flags of `exec` that take a value.
+const EXEC_VALUES: [&str; 18] = [
+    "console-socket",
+    "cwd",
+    "env",
+    "e",
+    "user",
+    "u",
+    "additional-gids",
+    "g",
+    "process",
+    "p",
+    "pid-file",
+    "process-label",
+    "apparmor",
+    "cap",
+    "c",
+    "preserve-fds",
+    "cgroup",
+    "umask",
+];
+/// Flags of its own without one.
+const EXEC_SWITCHES: [&str; 7] = ["tty", "t", "detach", "d", "no-new-privs", "no-subreaper", "ignore-paused"];
+
 /// A command line.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Call {
@@ -49,6 +73,15 @@ pub enum Verb {
         bundle: PathBuf,
         /// The container's id.
         id: String,
+    },
+    /// `exec`.
+    Exec {
+        /// The container's id.
+        id: String,
+        /// The file with the process; without one it is made from the container's own, which is held already.
+        process: Option<PathBuf>,
+        /// Capabilities that are to be added to those.
+        added_capabilities: Vec<String>,
     },
     /// `delete`, with the container's id.
     Delete(String),
@@ -131,11 +164,43 @@ pub fn parse(words: Vec<OsString>) -> Result<Call, String> {
     call.passed_on.extend(rest.iter().cloned());
     call.verb = match name.as_str() {
         "create" | "run" => create(&name, rest)?,
+        "exec" => exec(rest)?,
         "delete" => delete(&rest),
         "features" => Verb::Features,
         _ => Verb::Other,
     };
     Ok(call)
+}
+
+/// Flags come before the id; what follows it is the command's.
+fn exec(words: Vec<OsString>) -> Result<Verb, String> {
+    let (mut process, mut added_capabilities) = (None, Vec::new());
+    let mut words = words.into_iter();
+    while let Some(word) = words.next() {
+        let Some((name, written)) = flag(&word) else {
+            let id = word.into_string().map_err(|_| "the container's id is not UTF-8")?;
+            return Ok(Verb::Exec { id, process, added_capabilities });
+        };
+        if name == "help" || name == "h" {
+            return Ok(Verb::Other);
+        }
+        let takes_value = EXEC_VALUES.contains(&name.as_str());
+        if !takes_value && !EXEC_SWITCHES.contains(&name.as_str()) {
+            return Err(format!("the flag --{name} of exec is not known; leave it out"));
+        }
+        if takes_value {
+            let value = match written {
+                Some(value) => value,
+                None => words.next().ok_or_else(|| format!("--{name} has no value"))?,
+            };
+            match name.as_str() {
+                "process" | "p" => process = Some(value.into()),
+                "cap" | "c" => added_capabilities.push(value.to_string_lossy().into_owned()),
+                _ => {}
+            }
+        }
+    }
+    Ok(Verb::Other)
 }
 
 /// `delete` takes switches and one id.
@@ -226,6 +291,16 @@ mod tests {
         {
             assert_eq!(created(line), None, "{line}");
         }
+        let exec = |line: &str| match read(line).unwrap().verb {
+            Verb::Exec { id, process, added_capabilities } => {
+                format!("{id} {} {}", process.unwrap_or_default().display(), added_capabilities.join(","))
+            }
+            other => format!("{other:?}"),
+        };
+        assert_eq!(exec("--root /r exec --process /p --console-socket s --detach --pid-file f id"), "id /p ");
+        assert_eq!(exec("exec -p=/p -t id sh -p /other"), "id /p ");
+        assert_eq!(exec("exec --cap CAP_SYS_ADMIN -c=CAP_BPF id sh"), "id  CAP_SYS_ADMIN,CAP_BPF");
+        assert!(read("exec --unknown x id").is_err());
         assert_eq!(read("features").unwrap().verb, Verb::Features);
         assert_eq!(read("--root /r delete --force id").unwrap().verb, Verb::Delete("id".into()));
         let call =

@@ -20,7 +20,7 @@ use std::{
 use arguments::{Call, Verb};
 use gpufence_shim::{
     bundle::{Bundle, enforce_bundle},
-    hooks,
+    exec, hooks,
     policy::Policy,
     runtime_path,
 };
@@ -82,6 +82,9 @@ fn run(call: &Call) -> Result<ExitCode, Failure> {
     let runtime = runtime_path::of_policy(&policy)?;
     match &call.verb {
         Verb::Create { bundle, id } => enforce(&policy, call, bundle, id)?,
+        Verb::Exec { id, process, added_capabilities } => {
+            hold(&policy, call, id, process.as_deref(), added_capabilities)?;
+        }
         Verb::Delete(id) => clean_up_after_failure(&policy, call, id)?,
         Verb::Features => return features(&runtime, call),
         Verb::Other => {}
@@ -103,6 +106,20 @@ fn enforce(policy: &Policy, call: &Call, bundle: &Path, id: &str) -> Result<(), 
         hook: Some(&hook),
     };
     Ok(enforce_bundle(policy, &bundle).map(drop)?)
+}
+
+/// Holds a process that is added to what its container is held to.
+fn hold(policy: &Policy, call: &Call, id: &str, process: Option<&Path>, added: &[String]) -> Result<(), Failure> {
+    let held = exec::held(policy, &call.namespace(), id)?;
+    if let Some(name) = added.iter().find(|name| held.dropped_capabilities.contains(name)) {
+        return Err(
+            format!("exec --cap {name}: this node's policy takes {name} from the container; leave it out").into()
+        );
+    }
+    match process {
+        Some(file) => Ok(exec::enforce_file(&held, &std::env::current_dir()?.join(file))?),
+        None => Ok(()),
+    }
 }
 
 /// A container whose create failed in the low-level runtime, after us, has no poststop; its engine deletes it all the
