@@ -1,12 +1,14 @@
 //! What a container gets for its GPUs, as CDI's container edits. Pure functions of inventory and stage.
 
+use std::path::Path;
+
 use crate::{
     capability::{DriverCapabilities, DriverCapability},
     devices::{DeviceNode, Devices, Gpu},
     driver::FileKind,
     error::CdiError,
     inventory::Found,
-    spec::{ContainerEdits, SpecMount, SpecNode},
+    spec::{ContainerEdits, SpecHook, SpecMount, SpecNode},
     stage::Stage,
 };
 
@@ -115,6 +117,20 @@ pub fn driver(stage: &Stage, options: &EditOptions) -> ContainerEdits {
         ));
     }
     ContainerEdits { mounts, ..ContainerEdits::default() }
+}
+
+/// The hook that makes the libraries of [`driver`] findable, for engines that apply a CDI spec by themselves.
+pub fn cache_hook(stage: &Stage, options: &EditOptions, hook: &Path) -> SpecHook {
+    let folders = stage
+        .capabilities
+        .iter()
+        .filter(|(capability, content)| options.capabilities.contains(capability) && !content.names.is_empty())
+        .flat_map(|(capability, _)| ["--library-folder".to_owned(), format!("{CONTAINER_FOLDER}/{capability}")]);
+    SpecHook {
+        hook_name: "createContainer".into(),
+        path: hook.to_string_lossy().into_owned(),
+        args: ["gpufence-hook".to_owned(), "update-cache".into()].into_iter().chain(folders).collect(),
+    }
 }
 
 /// A bind mount that a container can't write through.

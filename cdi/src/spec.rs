@@ -58,9 +58,24 @@ pub struct ContainerEdits {
     /// Mounts.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub mounts: Vec<SpecMount>,
+    /// Hooks.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub hooks: Vec<SpecHook>,
     /// Groups for the container's process, where a node is not for everyone.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub additional_gids: Vec<u32>,
+}
+
+/// A hook of a CDI spec.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct SpecHook {
+    /// When it runs, in OCI's words.
+    pub hook_name: String,
+    /// The program.
+    pub path: String,
+    /// Its arguments, its own name first.
+    pub args: Vec<String>,
 }
 
 /// A device node of a CDI spec.
@@ -99,8 +114,8 @@ pub struct SpecMount {
 }
 
 /// The static spec of a node: every usable GPU by index and UUID, every MIG instance by UUID and by
-/// `<GPU index>:<position>`, and `all`.
-pub fn node_spec(inventory: &Inventory, stage: &Stage, options: &EditOptions) -> Result<Spec, CdiError> {
+/// `<GPU index>:<position>`, and `all`. `hook` is `gpufence-hook`, which makes the libraries findable.
+pub fn node_spec(inventory: &Inventory, stage: &Stage, options: &EditOptions, hook: &Path) -> Result<Spec, CdiError> {
     let mut devices = Vec::new();
     let mut push = |name: String, found: &[Found<'_>]| -> Result<(), CdiError> {
         let container_edits = edits::devices(&inventory.devices, found, options)?;
@@ -126,7 +141,9 @@ pub fn node_spec(inventory: &Inventory, stage: &Stage, options: &EditOptions) ->
     if !whole.is_empty() {
         push("all".into(), &whole)?;
     }
-    Ok(assemble(GPU_KIND, devices, edits::driver(stage, options)))
+    let mut shared = edits::driver(stage, options);
+    shared.hooks.push(edits::cache_hook(stage, options, hook));
+    Ok(assemble(GPU_KIND, devices, shared))
 }
 
 /// The spec of exactly what one container gets. `name` must be a CDI device name, such as [`device_name`] makes.

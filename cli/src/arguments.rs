@@ -105,7 +105,9 @@ pub enum CdiCommand {
     /// Stage the driver's libraries and write the node's CDI spec
     #[command(after_help = "Examples:
   gpufence cdi generate
-  gpufence cdi generate --file - | less")]
+  gpufence cdi generate --file - | less
+  gpufence cdi generate --watch 10     Again whenever driver or GPUs change, until stopped
+  docker run --device gpufence.dev/gpu=0 IMAGE nvidia-smi")]
     Generate {
         /// Where the driver is
         #[command(flatten)]
@@ -119,6 +121,30 @@ pub enum CdiCommand {
         /// The driver capabilities that containers get, comma-separated [default: the policy's]
         #[arg(long, value_name = "LIST", value_delimiter = ',')]
         capabilities: Vec<gpufence_cdi::capability::DriverCapability>,
+        /// Where gpufence-hook is, which makes the libraries findable in containers [default: the policy's, else beside
+        /// this program, else on PATH]
+        #[arg(long, value_name = "FILE")]
+        hook: Option<PathBuf>,
+        /// Look every so many seconds and write again what has changed
+        #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..))]
+        watch: Option<u64>,
+    },
+    /// Check that a CDI spec is this node's as it is now
+    #[command(
+        after_help = "Fails where the spec can't be read, a file that it mounts is gone, a device node has other numbers, or the
+running driver is another one.
+
+Examples:
+  gpufence cdi validate
+  gpufence cdi validate --file /etc/cdi/gpufence.json"
+    )]
+    Validate {
+        /// Where the driver is
+        #[command(flatten)]
+        driver: DriverRoot,
+        /// The spec
+        #[arg(long, value_name = "FILE", default_value = DEFAULT_SPEC)]
+        file: PathBuf,
     },
     /// List the devices of a CDI spec
     List {

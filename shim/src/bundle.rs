@@ -237,8 +237,10 @@ fn finish(
     };
     let dropped_capabilities = enforce::dropped_capabilities(before, &granted, host_pids, policy);
     let mut after = enforce::enforce(before.clone(), &given)?;
-    if let Some(hook) = bundle.hook {
-        hooks::replace_own(&mut after, prepared.map(|_| folder.path()), hook)?;
+    if let Some(hook) = bundle.hook
+        && prepared.is_some()
+    {
+        hooks::add_own(&mut after, folder.path(), hook)?;
     }
     if let Some(prepared) = prepared {
         folder.create(prepared.mount_points.iter().map(String::as_str))?;

@@ -55,7 +55,7 @@ pub fn enforce(mut spec: Value, given: &Given<'_>) -> Result<Value, EnforceError
     let trusted = privileged && policy.privileged == Privileged::Allow;
     let dropped = dropped_capabilities(&spec, granted, *host_pids, policy);
 
-    hooks::remove_foreign(&mut spec)?;
+    hooks::remove(&mut spec)?;
     if !trusted {
         devices::replace(&mut spec, &edits.device_nodes, devices)?;
         device_rules::fence(&mut spec, &edits.device_nodes, devices)?;

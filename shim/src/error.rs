@@ -101,6 +101,9 @@ pub enum EnforceError {
         /// Those looked for.
         names: String,
     },
+    /// `gpufence-hook` is missing.
+    #[error("gpufence-hook is neither beside this program nor on PATH; install it, or name it as hook in the policy")]
+    NoHook,
     /// Something about the driver, the inventory or the stage, not about this grant.
     #[error(transparent)]
     Cdi(#[from] CdiError),

@@ -1,4 +1,4 @@
-//! Hooks of other GPU runtimes, which would add GPUs behind the grant's back.
+//! Hooks: those of other GPU runtimes, which would add GPUs behind the grant's back, go; ours come.
 
 use std::path::Path;
 
@@ -6,19 +6,20 @@ use serde_json::{Value, json};
 
 use crate::{EnforceError, json};
 
-/// What the programs of NVIDIA's toolkit are called.
-const FOREIGN: [&str; 4] =
-    ["nvidia-container-runtime-hook", "nvidia-container-toolkit", "nvidia-ctk", "nvidia-cdi-hook"];
+/// What the programs of NVIDIA's toolkit are called, and our own.
+const GPU_HOOKS: [&str; 5] =
+    ["nvidia-container-runtime-hook", "nvidia-container-toolkit", "nvidia-ctk", "nvidia-cdi-hook", OWN];
 
-/// Removes them; an engine adds one for `--gpus` or for a CDI device.
-pub fn remove_foreign(spec: &mut Value) -> Result<(), EnforceError> {
+/// Removes them; an engine adds one for `--gpus` or for a CDI device. Ours are there from a CDI device too, or from an
+/// earlier run.
+pub fn remove(spec: &mut Value) -> Result<(), EnforceError> {
     let Some(hooks) = spec.get_mut("hooks").filter(|hooks| !hooks.is_null()) else { return Ok(()) };
     let hooks = hooks.as_object_mut().ok_or_else(|| EnforceError::Shape("hooks is not an object".into()))?;
     for list in hooks.values_mut().filter_map(Value::as_array_mut) {
         list.retain(|hook| {
             let path = hook.get("path").and_then(Value::as_str).unwrap_or_default();
             let name = path.rsplit('/').next().unwrap_or_default();
-            !FOREIGN.contains(&name)
+            !GPU_HOOKS.contains(&name)
         });
     }
     Ok(())
@@ -27,19 +28,9 @@ pub fn remove_foreign(spec: &mut Value) -> Result<(), EnforceError> {
 /// What our own hook program is called.
 pub const OWN: &str = "gpufence-hook";
 
-/// Puts our hooks in for a container with a folder, and takes those of an earlier run out: the final check before the
-/// container's program starts, and the clean-up after it has ended.
-pub fn replace_own(spec: &mut Value, folder: Option<&Path>, hook: &Path) -> Result<(), EnforceError> {
-    if let Some(hooks) = spec.get_mut("hooks").and_then(Value::as_object_mut) {
-        for list in hooks.values_mut().filter_map(Value::as_array_mut) {
-            list.retain(|hook| {
-                let path = hook.get("path").and_then(Value::as_str).unwrap_or_default();
-                path.rsplit('/').next() != Some(OWN)
-                    || hook.pointer("/args/2").and_then(Value::as_str) != Some("--folder")
-            });
-        }
-    }
-    let Some(folder) = folder else { return Ok(()) };
+/// Puts our hooks in for a container with a folder: the final check before its program starts, and the clean-up after it
+/// has ended.
+pub fn add_own(spec: &mut Value, folder: &Path, hook: &Path) -> Result<(), EnforceError> {
     for (when, action) in [("createRuntime", "check"), ("poststop", "clean-up")] {
         json::list(spec, &["hooks", when])?.push(json!({
             "path": hook.to_string_lossy(),
@@ -61,23 +52,24 @@ mod tests {
         let other = json!({"path": "/usr/bin/other"});
         let mut spec = json!({"hooks": {"poststop": [other]}});
         for folder in ["/run/gpufence/containers/moby/a", "/run/gpufence/containers/moby/b"] {
-            replace_own(&mut spec, Some(Path::new(folder)), Path::new("/usr/bin/gpufence-hook")).unwrap();
+            remove(&mut spec).unwrap();
+            add_own(&mut spec, Path::new(folder), Path::new("/usr/bin/gpufence-hook")).unwrap();
             assert_eq!(spec["hooks"]["poststop"].as_array().unwrap().len(), 2);
             assert_eq!(spec["hooks"]["createRuntime"][0]["args"][3], json!(folder));
         }
-        replace_own(&mut spec, None, Path::new("/usr/bin/gpufence-hook")).unwrap();
+        remove(&mut spec).unwrap();
         assert_eq!(spec, json!({"hooks": {"poststop": [other], "createRuntime": []}}));
     }
 
     #[test]
-    fn only_foreign_gpu_hooks_go() {
+    fn only_gpu_hooks_go() {
         let mut spec = json!({"hooks": {
             "prestart": [{"path": "/usr/bin/nvidia-container-runtime-hook"}, {"path": "/usr/bin/other"}],
             "createContainer": [{"path": "/usr/bin/nvidia-cdi-hook", "args": ["nvidia-cdi-hook", "update-ldcache"]}],
         }});
-        remove_foreign(&mut spec).unwrap();
+        remove(&mut spec).unwrap();
         assert_eq!(spec, json!({"hooks": {"prestart": [{"path": "/usr/bin/other"}], "createContainer": []}}));
-        remove_foreign(&mut json!({"hooks": null})).unwrap();
-        assert!(remove_foreign(&mut json!({"hooks": 1})).is_err());
+        remove(&mut json!({"hooks": null})).unwrap();
+        assert!(remove(&mut json!({"hooks": 1})).is_err());
     }
 }

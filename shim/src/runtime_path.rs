@@ -1,12 +1,12 @@
 //! Finds the low-level runtime: by absolute path, or by name on the engine's PATH and in the usual folders, never in a
-//! container.
+//! container; and our own hook.
 
 use std::{
     os::unix::fs::MetadataExt,
     path::{Path, PathBuf},
 };
 
-use crate::{EnforceError, policy::Policy};
+use crate::{EnforceError, hooks, policy::Policy};
 
 /// Where programs are, for engines that start runtimes without a PATH, as Podman does.
 const USUAL_FOLDERS: [&str; 6] = ["/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin"];
@@ -34,6 +34,17 @@ pub fn of_policy(policy: &Policy) -> Result<PathBuf, EnforceError> {
         .iter()
         .find_map(|name| look_up(name))
         .ok_or_else(|| EnforceError::NoRuntime { names: policy.runtimes.join(", ") })
+}
+
+/// `gpufence-hook`, which does for a container what no process of ours is left to do: where policy says, else beside the
+/// running program, else on PATH.
+pub fn hook(policy: &Policy) -> Result<PathBuf, EnforceError> {
+    if let Some(path) = &policy.hook {
+        return Ok(path.clone());
+    }
+    let own = std::env::current_exe().ok();
+    let beside = own.and_then(|own| Some(own.parent()?.join(hooks::OWN))).filter(|path| path.is_file());
+    beside.or_else(|| look_up(hooks::OWN)).ok_or(EnforceError::NoHook)
 }
 
 /// A host may have put our wrapper in runc's place; it must not wrap itself.

@@ -33,7 +33,7 @@ impl Release {
         }
     }
 
-    /// Whether its `run` takes `--annotation`: API 1.43.
+    /// Whether its `run` takes `--annotation`, API 1.43; from then on it reads CDI specs as well.
     pub fn has_annotations(self) -> bool {
         self != Self::Docker20
     }
@@ -47,10 +47,10 @@ pub struct Docker {
 }
 
 /// What Docker is told of runtimes: `gpufence`, and `gpu0` and `gpu1` with fixed grants.
-fn configuration(default_runtime: &str) -> Result<String> {
+fn configuration(host: &Host, release: Release, default_runtime: &str) -> Result<String> {
     let runtime = programs::built()?.join("gpufence-runtime");
     let fixed = |grant: &str| serde_json::json!({"path": runtime, "runtimeArgs": ["--grant", grant]});
-    let configuration = serde_json::json!({
+    let mut configuration = serde_json::json!({
         "runtimes": {
             "gpufence": {"path": runtime},
             "gpu0": fixed("0=8GiB@50%"),
@@ -58,6 +58,10 @@ fn configuration(default_runtime: &str) -> Result<String> {
         },
         "default-runtime": default_runtime,
     });
+    if release.has_annotations() {
+        configuration["cdi-spec-dirs"] = serde_json::json!([host.cdi_folder()]);
+        configuration["features"] = serde_json::json!({"cdi": true});
+    }
     Ok(configuration.to_string())
 }
 
@@ -66,7 +70,7 @@ impl Docker {
     pub fn start(host: &Host, release: Release, default_runtime: &str) -> Result<Self> {
         let folder = host.folder().join("docker");
         fs::create_dir_all(&folder)?;
-        fs::write(folder.join("daemon.json"), configuration(default_runtime)?)?;
+        fs::write(folder.join("daemon.json"), configuration(host, release, default_runtime)?)?;
         let engines = programs::engines()?;
         let own: Vec<PathBuf> = release.name().map_or_else(Vec::new, |name| {
             ["usr/sbin", "usr/bin", "usr/libexec/docker"].map(|part| engines.join(name).join(part)).to_vec()
@@ -162,6 +166,7 @@ impl Drop for Docker {
 pub struct Podman {
     folder: PathBuf,
     runtime: PathBuf,
+    cdi_folder: PathBuf,
     /// In a mount namespace with cgroup v1 alone, which crun needs.
     v1_alone: bool,
 }
@@ -179,22 +184,28 @@ impl Podman {
             format!("#!/bin/sh\nexec {} --policy {} \"$@\"\n", own.display(), host.policy().display()),
         )?;
         fs::set_permissions(&runtime, fs::Permissions::from_mode(0o755))?;
-        let podman = Self { folder, runtime, v1_alone };
+        let cdi_folder = host.cdi_folder();
+        fs::create_dir_all(&cdi_folder)?;
+        let podman = Self { folder, runtime, cdi_folder, v1_alone };
         import_root(podman.command(["import"]).args(["-", "plain"]), &host.rootfs())?;
         let change = ["--change", "ENV NVIDIA_VISIBLE_DEVICES=all", "--change", "ENV NVIDIA_DRIVER_CAPABILITIES=all"];
         import_root(podman.command(["import"]).args(change).args(["-", "greedy"]), &host.rootfs())?;
         Ok(podman)
     }
 
+    /// Another one on the same storage, with another runtime.
+    pub fn with_runtime(host: &Host, runtime: &str) -> Result<Self> {
+        Ok(Self { runtime: runtime.into(), ..Self::new(host, false)? })
+    }
+
     fn command<S: AsRef<OsStr>>(&self, arguments: impl IntoIterator<Item = S>) -> Command {
-        let mut command = if self.v1_alone {
-            let script = "mount --make-rprivate / && { ! mountpoint -q /sys/fs/cgroup/unified || umount /sys/fs/cgroup/unified; } && exec \"$@\"";
-            let mut command = Command::new("unshare");
-            command.args(["--mount", "sh", "-c", script, "sh", "podman"]);
-            command
-        } else {
-            Command::new("podman")
-        };
+        // CDI specs are read from a fixed folder, which is ours in a mount namespace of our own.
+        let cdi = format!("mkdir -p /run/cdi && mount --bind {} /run/cdi", self.cdi_folder.display());
+        let cgroups = "{ ! mountpoint -q /sys/fs/cgroup/unified || umount /sys/fs/cgroup/unified; }";
+        let cgroups = if self.v1_alone { cgroups } else { "true" };
+        let mut command = Command::new("unshare");
+        let script = format!("mount --make-rprivate / && {cdi} && {cgroups} && exec \"$@\"");
+        command.args(["--mount", "sh", "-c", &script, "sh", "podman"]);
         let root = ["--storage-driver", "vfs", "--cgroup-manager", "cgroupfs", "--events-backend", "none"];
         command.arg("--runtime").arg(&self.runtime).arg("--root").arg(self.folder.join("root"));
         command.arg("--runroot").arg(self.folder.join("run")).arg("--tmpdir").arg(self.folder.join("tmp")).args(root);

@@ -119,6 +119,22 @@ impl Host {
         self.folder().join("rootfs")
     }
 
+    /// Where CDI specs are, for engines that read them by themselves.
+    pub fn cdi_folder(&self) -> PathBuf {
+        self.folder().join("cdi")
+    }
+
+    /// Writes the machine's CDI spec there with our command.
+    pub fn generate_cdi(&self) -> Result<()> {
+        let output = Command::new(programs::built()?.join("gpufence"))
+            .args(["cdi", "generate", "--file"])
+            .arg(self.cdi_folder().join("gpufence.json"))
+            .env("GPUFENCE_CONFIG", self.policy())
+            .output()?;
+        anyhow::ensure!(output.status.success(), "{output:?}");
+        Ok(())
+    }
+
     /// The policy file.
     pub fn policy(&self) -> PathBuf {
         self.folder().join("policy.toml")

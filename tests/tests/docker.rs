@@ -170,3 +170,52 @@ fn podman_with_runc() {
 fn podman_with_crun() {
     podman("runtimes = [\"crun\"]", Cgroups::V1);
 }
+
+/// What a container that an engine gave `gpufence.dev/gpu=1` by itself sees, under runc: its nodes and libraries.
+fn check_cdi_device(host: &Host, run: impl Fn(&[&str], &str, &[&str]) -> Result<Output>, runc: &[&str], ours: &[&str]) {
+    let uuid = format!("gpufence.dev/gpu={}", host.description.uuid(1));
+    for device in ["gpufence.dev/gpu=1", &uuid] {
+        let flags = [runc, &["--device", device]].concat();
+        let seen = Seen::from_output(&run(&flags, "plain", &PROBE).unwrap()).unwrap();
+        assert_eq!(seen.nodes(), ["nvidia-uvm ENXIO", "nvidia1 ENXIO", "nvidiactl ENXIO"], "{device}");
+        assert_eq!(seen.image_nodes(), ["EPERM", "ENXIO"], "{device}");
+        assert!(seen.finds("libcuda.so.1") && seen.finds("libnvidia-ml.so.1"), "{device}: {:?}", seen.0.libraries);
+    }
+    let flags = [runc, &["--device", "gpufence.dev/gpu=all", "--read-only"]].concat();
+    let output = run(&flags, "plain", &["/usr/bin/nvidia-smi"]).unwrap();
+    assert!(String::from_utf8_lossy(&output.stdout).contains("NVIDIA-SMI"), "{output:?}");
+    // Under our runtime only a grant counts.
+    let flags = [ours, &["--device", "gpufence.dev/gpu=1"]].concat();
+    let seen = Seen::from_output(&run(&flags, "plain", &PROBE).unwrap()).unwrap();
+    assert_eq!((seen.nodes(), seen.image_nodes()), (vec![], vec!["EPERM", "EPERM"]));
+}
+
+fn docker_s_own_cdi(release: Release) {
+    let host = Host::start(&Plan::default()).unwrap();
+    host.generate_cdi().unwrap();
+    let docker = Docker::start(&host, release, "runc").unwrap();
+    check_cdi_device(&host, |flags, image, command| docker.run(flags, image, command), &[], &["--runtime", "gpufence"]);
+}
+
+#[test]
+fn docker_26_s_own_cdi() {
+    docker_s_own_cdi(Release::Docker26);
+}
+
+#[test]
+fn docker_28_s_own_cdi() {
+    docker_s_own_cdi(Release::Docker28);
+}
+
+#[test]
+fn podman_s_own_cdi() {
+    let host = Host::start(&Plan::default()).unwrap();
+    host.generate_cdi().unwrap();
+    let podman = Podman::new(&host, false).unwrap();
+    let plain = Podman::with_runtime(&host, "/usr/sbin/runc").unwrap();
+    let run = |flags: &[&str], image: &str, command: &[&str]| match flags.split_first() {
+        Some((&"runc", flags)) => plain.run(flags, image, command),
+        _ => podman.run(flags, image, command),
+    };
+    check_cdi_device(&host, run, &["runc"], &[]);
+}

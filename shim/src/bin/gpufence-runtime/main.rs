@@ -20,7 +20,7 @@ use std::{
 use arguments::{Call, Verb};
 use gpufence_shim::{
     bundle::{Bundle, enforce_bundle},
-    exec, hooks,
+    exec,
     policy::Policy,
     runtime_path,
 };
@@ -96,7 +96,7 @@ fn run(call: &Call) -> Result<ExitCode, Failure> {
 
 fn enforce(policy: &Policy, call: &Call, bundle: &Path, id: &str) -> Result<(), Failure> {
     let folder = std::env::current_dir()?.join(bundle);
-    let hook = hook(policy)?;
+    let hook = runtime_path::hook(policy)?;
     let bundle = Bundle {
         folder: &folder,
         rootfs: None,
@@ -130,21 +130,6 @@ fn clean_up_after_failure(policy: &Policy, call: &Call, id: &str) -> Result<(), 
         gpufence_shim::state::clean_up(policy, &call.namespace(), id)?;
     }
     Ok(())
-}
-
-/// `gpufence-hook`, which does for a container what no process of ours is left to do.
-fn hook(policy: &Policy) -> Result<PathBuf, Failure> {
-    if let Some(path) = &policy.hook {
-        return Ok(path.clone());
-    }
-    let beside = std::env::current_exe()?.parent().map(|folder| folder.join(hooks::OWN));
-    beside.filter(|path| path.is_file()).or_else(|| runtime_path::look_up(hooks::OWN)).ok_or_else(|| {
-        format!(
-            "{} is neither beside this program nor on PATH; install it, or name it as hook in the policy",
-            hooks::OWN
-        )
-        .into()
-    })
 }
 
 /// The low-level runtime's own features with ours among the annotations, as the OCI specification's features.md has them.
