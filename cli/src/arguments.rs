@@ -14,6 +14,7 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
   gpufence inventory                         What GPUs and driver this node has
   gpufence cdi generate                      Write the node's CDI spec
   gpufence cdi show gpufence.dev/gpu=0       What a container gets for GPU 0
+  gpufence configure containerd --dry-run    Set up an engine
   gpufence demo                              Five containers, and what each sees
 
 Files:
@@ -36,6 +37,8 @@ pub enum Command {
     Inventory(InventoryArguments),
     /// Make and read CDI specs
     Cdi(CdiArguments),
+    /// Set up an engine to use Gpufence
+    Configure(ConfigureArguments),
     /// Run five containers on a containerd of its own and show what each sees
     Demo(DemoArguments),
     /// Tell what this container sees: device nodes, driver libraries, limits, capabilities
@@ -170,6 +173,58 @@ Examples:
         #[arg(long, value_enum, default_value = "table")]
         output: Output,
     },
+}
+
+/// `gpufence configure`.
+#[derive(Debug, Args)]
+#[command(
+    after_help = "The file is edited in place: comments, order and everything else stay. The file as it was is kept beside it, with
+.before-gpufence at its end. Doing it again changes nothing. --remove takes it all back.
+
+Examples:
+  gpufence configure containerd --dry-run
+  gpufence configure containerd && systemctl restart containerd
+  gpufence configure docker --default-runtime
+  gpufence configure docker --remove"
+)]
+pub struct ConfigureArguments {
+    /// The engine
+    #[arg(value_enum)]
+    pub engine: EngineName,
+    /// The engine's configuration file [default: the usual one]
+    #[arg(long, value_name = "FILE")]
+    pub config: Option<PathBuf>,
+    /// Also make ours the runtime of every container that names none
+    #[arg(long)]
+    pub default_runtime: bool,
+    /// Where gpufence-runtime is, for docker, podman and crio [default: beside this program, else on PATH]
+    #[arg(long, value_name = "FILE")]
+    pub runtime_path: Option<PathBuf>,
+    /// containerd's version, such as 1.6 [default: what `containerd --version` says]
+    #[arg(long, value_name = "VERSION")]
+    pub engine_version: Option<String>,
+    /// Take everything back
+    #[arg(long)]
+    pub remove: bool,
+    /// Show what would change, and change nothing
+    #[arg(long)]
+    pub dry_run: bool,
+    /// The form of the output
+    #[arg(long, value_enum, default_value = "table")]
+    pub output: Output,
+}
+
+/// The engines that can be configured.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum EngineName {
+    /// containerd, for Kubernetes and ctr
+    Containerd,
+    /// Docker
+    Docker,
+    /// Podman
+    Podman,
+    /// CRI-O
+    Crio,
 }
 
 /// Where the node's CDI spec is.

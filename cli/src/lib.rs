@@ -2,6 +2,7 @@
 //!
 //! * [`arguments`]: what the command line can say;
 //! * [`inventory`], [`cdi`]: what this node has, and CDI specs of it;
+//! * [`configure`]: engines' own configuration, edited to use us;
 //! * [`probe`]: what a container sees, told from inside it;
 //! * [`demo`]: five containers on a containerd of its own, from [`image`] and [`engine`];
 //! * [`manual`]: manual pages and completions;
@@ -9,6 +10,7 @@
 
 pub mod arguments;
 pub mod cdi;
+pub mod configure;
 pub mod demo;
 pub mod engine;
 pub mod image;

@@ -5,13 +5,14 @@ use std::{io::IsTerminal, process::ExitCode};
 use clap::Parser;
 use gpufence_cli::{
     arguments::{Arguments, Command},
-    cdi, demo, inventory, manual, probe,
+    cdi, configure, demo, inventory, manual, probe,
 };
 
 fn main() -> ExitCode {
     let result = match Arguments::parse().command {
         Command::Inventory(arguments) => inventory::run(&arguments),
         Command::Cdi(arguments) => cdi::run(&arguments),
+        Command::Configure(arguments) => configure::run(&arguments),
         Command::Demo(arguments) => demo::run(&arguments),
         Command::Probe(arguments) => probe::run(&arguments),
         Command::Completions { shell } => manual::completions(shell),

@@ -167,6 +167,7 @@ pub struct Podman {
     folder: PathBuf,
     runtime: PathBuf,
     cdi_folder: PathBuf,
+    configuration: Option<PathBuf>,
     /// In a mount namespace with cgroup v1 alone, which crun needs.
     v1_alone: bool,
 }
@@ -186,7 +187,7 @@ impl Podman {
         fs::set_permissions(&runtime, fs::Permissions::from_mode(0o755))?;
         let cdi_folder = host.cdi_folder();
         fs::create_dir_all(&cdi_folder)?;
-        let podman = Self { folder, runtime, cdi_folder, v1_alone };
+        let podman = Self { folder, runtime, cdi_folder, configuration: None, v1_alone };
         import_root(podman.command(["import"]).args(["-", "plain"]), &host.rootfs())?;
         let change = ["--change", "ENV NVIDIA_VISIBLE_DEVICES=all", "--change", "ENV NVIDIA_DRIVER_CAPABILITIES=all"];
         import_root(podman.command(["import"]).args(change).args(["-", "greedy"]), &host.rootfs())?;
@@ -198,6 +199,17 @@ impl Podman {
         Ok(Self { runtime: runtime.into(), ..Self::new(host, false)? })
     }
 
+    /// With this file as its containers.conf.
+    #[must_use]
+    pub fn configured_by(self, file: &Path) -> Self {
+        Self { configuration: Some(file.to_owned()), ..self }
+    }
+
+    /// Its runtime.
+    pub fn runtime(&self) -> &Path {
+        &self.runtime
+    }
+
     fn command<S: AsRef<OsStr>>(&self, arguments: impl IntoIterator<Item = S>) -> Command {
         // CDI specs are read from a fixed folder, which is ours in a mount namespace of our own.
         let cdi = format!("mkdir -p /run/cdi && mount --bind {} /run/cdi", self.cdi_folder.display());
@@ -206,6 +218,9 @@ impl Podman {
         let mut command = Command::new("unshare");
         let script = format!("mount --make-rprivate / && {cdi} && {cgroups} && exec \"$@\"");
         command.args(["--mount", "sh", "-c", &script, "sh", "podman"]);
+        if let Some(file) = &self.configuration {
+            command.env("CONTAINERS_CONF", file);
+        }
         let root = ["--storage-driver", "vfs", "--cgroup-manager", "cgroupfs", "--events-backend", "none"];
         command.arg("--runtime").arg(&self.runtime).arg("--root").arg(self.folder.join("root"));
         command.arg("--runroot").arg(self.folder.join("run")).arg("--tmpdir").arg(self.folder.join("tmp")).args(root);
