@@ -41,7 +41,7 @@ sources_of() {
         [ -e "$file" ] || continue
         awk -v suite="$1" -v RS= -v ORS='\n\n' '/(^|\n)Suites:[^\n]*bookworm( |\n)/ && !done {
             gsub(/(^|\n)Suites:[^\n]*/, "\nSuites: " suite)
-            gsub(/(^|\n)Components:[^\n]*/, "\nComponents: main")
+            gsub(/(^|\n)Components:[^\n]*/, "\nComponents: main non-free")
             sub(/^\n/, "")
             print
             done = 1
@@ -49,7 +49,7 @@ sources_of() {
     done
     [ -e /etc/apt/sources.list ] || return 0
     sed -n 's/^\(deb .*\) bookworm main.*/\1 '"$1"' main/p' /etc/apt/sources.list | head -n 1 |
-        sed 's/^deb \(\[[^]]*\] \)\{0,1\}\([^ ]*\) .*/Types: deb\nURIs: \2\nSuites: '"$1"'\nComponents: main\nSigned-By: \/usr\/share\/keyrings\/debian-archive-keyring.gpg\n/'
+        sed 's/^deb \(\[[^]]*\] \)\{0,1\}\([^ ]*\) .*/Types: deb\nURIs: \2\nSuites: '"$1"'\nComponents: main non-free\nSigned-By: \/usr\/share\/keyrings\/debian-archive-keyring.gpg\n/'
 }
 
 # Unpacks packages of another suite below target/engines/NAME, without installing them.
@@ -80,11 +80,15 @@ demo)
     install containerd runc gcc libc6-dev make
     ;;
 tests)
-    install containerd runc crun gcc libc6-dev make busybox-static protobuf-compiler man-db docker.io podman
+    install containerd runc crun gcc libc6-dev make busybox-static protobuf-compiler man-db strace docker.io podman
     unpack trixie containerd-1.7 containerd
     unpack sid containerd-2 containerd
     unpack trixie docker-26 docker.io docker-cli
     unpack sid docker-28 docker.io docker-cli
+    # NVIDIA's own user-mode libraries, to be staged and loaded as they are.
+    unpack trixie nvidia-550 libcuda1 libnvidia-ml1 libnvidia-ptxjitcompiler1 libnvidia-cfg1 nvidia-smi
+    # A small Debian: its C library with the loader's cache and ldconfig.
+    unpack bookworm debian libc6 libc-bin libgcc-s1 dash
     for name in containerd-1.7 containerd-2; do
         say "$name: $("$engines/$name/usr/bin/containerd" --version | cut -d ' ' -f 3)"
     done

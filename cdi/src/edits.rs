@@ -121,15 +121,13 @@ pub fn driver(stage: &Stage, options: &EditOptions) -> ContainerEdits {
 
 /// The hook that makes the libraries of [`driver`] findable, for engines that apply a CDI spec by themselves.
 pub fn cache_hook(stage: &Stage, options: &EditOptions, hook: &Path) -> SpecHook {
-    let folders = stage
-        .capabilities
-        .iter()
-        .filter(|(capability, content)| options.capabilities.contains(capability) && !content.names.is_empty())
-        .flat_map(|(capability, _)| ["--library-folder".to_owned(), format!("{CONTAINER_FOLDER}/{capability}")]);
+    let capabilities = options.capabilities.iter().filter(|capability| stage.capabilities.contains_key(capability));
+    let capabilities = capabilities.flat_map(|capability| ["--capability".to_owned(), capability.to_string()]);
+    let arguments = ["gpufence-hook".to_owned(), "update-cache".into(), "--stage".into()];
     SpecHook {
         hook_name: "createContainer".into(),
         path: hook.to_string_lossy().into_owned(),
-        args: ["gpufence-hook".to_owned(), "update-cache".into()].into_iter().chain(folders).collect(),
+        args: arguments.into_iter().chain([stage.folder.display().to_string()]).chain(capabilities).collect(),
     }
 }
 

@@ -130,6 +130,20 @@ impl Stage {
         build(folder, inventory, driver, source)
     }
 
+    /// Reads the stage in a version's folder as it was built, current or not.
+    pub fn open(folder: &Path) -> Result<Self, CdiError> {
+        let path = folder.join("manifest.json");
+        let bytes = fs::read(&path).map_err(io_error::<std::io::Error>("read", &path))?;
+        serde_json::from_slice(&bytes).map_err(|source| CdiError::Json { path, source })
+    }
+
+    /// One that was never built.
+    #[cfg(test)]
+    pub(crate) fn for_tests(version: &str, capabilities: BTreeMap<DriverCapability, StagedCapability>) -> Self {
+        let source = Source { driver_root: "/".into(), path: "/".into(), device: 0, inode: 0, size: 0, modified: 0 };
+        Self { folder: "/stage".into(), driver_version: version.into(), source, capabilities, firmware: false }
+    }
+
     fn read(folder: &Path, version: &str, source: &Source) -> Option<Self> {
         let bytes = fs::read(folder.join(version).join("manifest.json")).ok()?;
         let stage: Self = serde_json::from_slice(&bytes).ok()?;

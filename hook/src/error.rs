@@ -10,7 +10,7 @@ use thiserror::Error;
 pub enum HookError {
     #[error("{action} {}: {source}", path.display())]
     Io { action: &'static str, path: PathBuf, source: io::Error },
-    #[error("\"{0}\" is not an argument of this hook; see --help")]
+    #[error("{0}")]
     Argument(String),
     #[error("the container's state on standard input is not what the OCI specification has: {0}")]
     State(String),

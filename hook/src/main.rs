@@ -14,17 +14,14 @@ mod check;
 mod error;
 mod state;
 
-use std::{
-    ffi::OsString,
-    path::{Path, PathBuf},
-    process::ExitCode,
-};
+use std::{ffi::OsString, path::Path, process::ExitCode};
 
 use error::HookError;
+use gpufence_cdi::capability::DriverCapabilities;
 
 const USAGE: &str = "usage: gpufence-hook check --folder FOLDER
        gpufence-hook clean-up --folder FOLDER
-       gpufence-hook update-cache --library-folder FOLDER…
+       gpufence-hook update-cache --stage FOLDER --capability NAME…
        gpufence-hook --version
 
 A low-level runtime (runc, crun) runs it, with the container's state on standard input.";
@@ -43,8 +40,8 @@ fn main() -> ExitCode {
         }
         ["check", "--folder", folder] => state::read().and_then(|state| check::run(&state, Path::new(folder))),
         ["clean-up", "--folder", folder] => state::read().and_then(|state| clean_up(&state, Path::new(folder))),
-        ["update-cache", folders @ ..] if words.len() == arguments.len() => {
-            state::read().and_then(|state| cache::run(&state, &library_folders(folders)?))
+        ["update-cache", "--stage", stage, rest @ ..] if words.len() == arguments.len() => {
+            state::read().and_then(|state| cache::run(&state, Path::new(stage), &capabilities(rest)?))
         }
         _ => {
             eprintln!("{USAGE}");
@@ -60,12 +57,14 @@ fn main() -> ExitCode {
     }
 }
 
-fn library_folders(words: &[&str]) -> Result<Vec<PathBuf>, HookError> {
+fn capabilities(words: &[&str]) -> Result<DriverCapabilities, HookError> {
     words
         .chunks(2)
         .map(|pair| match pair {
-            ["--library-folder", folder] if folder.starts_with('/') => Ok(PathBuf::from(folder)),
-            _ => Err(HookError::Argument(pair.join(" "))),
+            ["--capability", name] => name.parse().map_err(HookError::Argument),
+            _ => {
+                Err(HookError::Argument(format!("\"{}\" is not an argument of this hook; see --help", pair.join(" "))))
+            }
         })
         .collect()
 }

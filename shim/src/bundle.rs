@@ -14,7 +14,7 @@ use gpufence_cdi::{
     edits::{self, CONTAINER_FOLDER, EditOptions},
     fence::Fence,
     inventory::{Found, Inventory, Roots},
-    ldcache,
+    loader::{self, LoaderFile},
     root::Root,
     spec::{self, ContainerEdits, SpecMount},
     stage::Stage,
@@ -40,8 +40,6 @@ use crate::{
 
 /// No engine writes a longer `config.json`; reading one would only hurt us.
 const MAX_CONFIG_BYTES: u64 = 64 << 20;
-/// A cache of 100,000 libraries has some 10 MiB.
-const MAX_CACHE_BYTES: u64 = 16 << 20;
 
 /// What a container was made to be; processes that exec adds later are held to the same.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -126,7 +124,7 @@ struct Prepared {
     granted: Granted,
     record: Record,
     limits: String,
-    cache: Vec<u8>,
+    loader_files: Vec<LoaderFile>,
     mount_points: Vec<String>,
 }
 
@@ -165,7 +163,8 @@ fn prepare(
     // The view comes first: the stage's folders are mounted into it.
     edits.mounts.push(in_folder("view", CONTAINER_FOLDER));
     edits.mounts.append(&mut driver.mounts);
-    edits.mounts.push(in_folder("ld.so.cache", "/etc/ld.so.cache"));
+    let loader_files = loader::files(&Root::open(rootfs)?, &stage, &options.capabilities, policy.cuda_compat)?;
+    edits.mounts.extend(loader_files.iter().map(|file| in_folder(file.name, &file.container_path)));
 
     let visible: Vec<String> = shares.iter().zip(&found).map(|(share, found)| uuid(share, found)).collect();
     let limits: Vec<Limit> = shares
@@ -193,7 +192,6 @@ fn prepare(
         driver_capabilities: options.capabilities.clone(),
         dropped_capabilities: Vec::new(),
     };
-    let cache = loader_cache(rootfs, &stage, &options.capabilities)?;
     Ok(Prepared {
         host: roots.host.path().to_owned(),
         devices: inventory.devices,
@@ -201,7 +199,7 @@ fn prepare(
         granted: Granted { visible, capabilities: options.capabilities },
         record,
         limits: limits::write(&limits),
-        cache,
+        loader_files,
         mount_points,
     })
 }
@@ -245,7 +243,9 @@ fn finish(
     if let Some(prepared) = prepared {
         folder.create(prepared.mount_points.iter().map(String::as_str))?;
         folder.write("view/limits", prepared.limits.as_bytes())?;
-        folder.write("ld.so.cache", &prepared.cache)?;
+        for file in &prepared.loader_files {
+            folder.write(file.name, &file.content)?;
+        }
         let json =
             |value: Result<String, serde_json::Error>| value.map_err(|error| EnforceError::Shape(error.to_string()));
         let record = Record { dropped_capabilities: dropped_capabilities.clone(), ..prepared.record.clone() };
@@ -377,25 +377,6 @@ fn mount_points(mounts: &[SpecMount]) -> Vec<String> {
         .filter_map(|mount| mount.container_path.strip_prefix(CONTAINER_FOLDER)?.strip_prefix('/'))
         .map(str::to_owned)
         .collect()
-}
-
-/// The image's `ld.so.cache` with the stage's libraries in front. The image's bytes are data from a stranger: one that
-/// can't be read counts as none, as it does for the loader.
-fn loader_cache(rootfs: &Path, stage: &Stage, capabilities: &DriverCapabilities) -> Result<Vec<u8>, EnforceError> {
-    let root = Root::open(rootfs)?;
-    let bytes = root.read_if_there("/etc/ld.so.cache", MAX_CACHE_BYTES).ok().flatten().unwrap_or_default();
-    let mut cache = ldcache::parse(&bytes).unwrap_or_default();
-    let staged = stage.capabilities.iter().filter(|(capability, _)| capabilities.contains(capability));
-    cache.prepend(staged.flat_map(|(capability, content)| {
-        content.names.iter().map(move |library| ldcache::Entry {
-            flags: library.flags.0,
-            name: Cow::Owned(library.name.clone().into_bytes()),
-            path: Cow::Owned(format!("{CONTAINER_FOLDER}/{capability}/{}", library.name).into_bytes()),
-            os_version: 0,
-            hwcap: 0,
-        })
-    }));
-    Ok(cache.write())
 }
 
 #[cfg(test)]

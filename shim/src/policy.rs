@@ -46,6 +46,8 @@ pub struct Policy {
     pub binaries: Vec<String>,
     /// Whether GSP firmware is mounted.
     pub firmware: bool,
+    /// Whether an image's cuda-compat package is preferred where it is of a newer branch than the driver.
+    pub cuda_compat: bool,
     /// Linux capabilities taken from containers that have a grant or are privileged.
     pub drop_capabilities: Vec<String>,
     /// Linux capabilities taken from all others. A container with the ordinary ones of an engine stays as it is.
@@ -93,6 +95,7 @@ impl Default for Policy {
             default_driver_capabilities: capabilities,
             binaries: vec!["nvidia-smi".into()],
             firmware: true,
+            cuda_compat: true,
             drop_capabilities: ["CAP_MKNOD"].iter().chain(&REACH_THE_HOST).map(|&name| name.into()).collect(),
             drop_capabilities_ungranted: REACH_THE_HOST.map(Into::into).to_vec(),
             drop_capabilities_host_pid: vec!["CAP_SYS_PTRACE".into()],

@@ -30,7 +30,7 @@ pub struct Plan {
     /// Its cgroup tree.
     pub cgroups: Cgroups,
     /// Its GPUs, as [`Description::parse`] reads them.
-    pub machine: &'static str,
+    pub machine: String,
     /// What the policy says beside the folders.
     pub policy: &'static str,
     /// Whether containerd serves CRI.
@@ -44,7 +44,7 @@ impl Default for Plan {
         Self {
             engine: Engine::Containerd16,
             cgroups: Cgroups::Host,
-            machine: "gpus=2",
+            machine: "gpus=2".into(),
             policy: "",
             cri: false,
             cri_runtimes: Vec::new(),
@@ -65,7 +65,7 @@ impl Host {
     /// Builds and starts it.
     pub fn start(plan: &Plan) -> Result<Self> {
         let folder = tempfile::Builder::new().prefix("gpufence-test-").tempdir_in("/run")?;
-        let description = Description::parse(&[plan.machine])?;
+        let description = Description::parse(&[&plan.machine])?;
         let root = folder.path().join("driver-root");
         simulated::build(&description, &root)?;
         let policy = folder.path().join("policy.toml");
@@ -142,12 +142,17 @@ impl Host {
 
     /// `ctr run` of a command on the shared root, ready for more.
     pub fn run(&self, runtime: &str, id: &str, flags: &[&str], command: &[&str]) -> Command {
+        self.run_on(&self.rootfs(), runtime, id, flags, command)
+    }
+
+    /// The same on another root.
+    pub fn run_on(&self, rootfs: &Path, runtime: &str, id: &str, flags: &[&str], command: &[&str]) -> Command {
         let mut call = self.containerd.ctr(["run", "--runtime", runtime]);
         // A pure v2 tree beside v1 has no cpu controller, and ctr sets a share by default.
         if self.containerd.settings().cgroups == Cgroups::V2 {
             call.args(["--cpu-shares", "0"]);
         }
-        call.args(flags).arg("--rootfs").arg(self.rootfs()).arg(id).args(command);
+        call.args(flags).arg("--rootfs").arg(rootfs).arg(id).args(command);
         call
     }
 

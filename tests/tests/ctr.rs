@@ -107,7 +107,7 @@ fn driver_capabilities_choose_within_policy() {
 /// A MIG instance comes with its access nodes and its parent's node; several shares with all of theirs.
 #[test]
 fn mig_instances_and_several_shares() {
-    let host = Host::start(&Plan { machine: "gpus=3 mig=0:2 excluded=1", ..Plan::default() }).unwrap();
+    let host = Host::start(&Plan { machine: "gpus=3 mig=0:2 excluded=1".into(), ..Plan::default() }).unwrap();
     let parent = host.description.uuid(0);
     let grant = |gpu: &str| {
         format!(
@@ -139,7 +139,7 @@ fn mig_instances_and_several_shares() {
 /// Only files of the running driver are staged where an old one lies beside it; another driver later gets its own stage.
 #[test]
 fn the_running_driver_s_files_and_a_new_driver_s() {
-    let host = Host::start(&Plan { machine: "gpus=1 old-driver=535.247.01", ..Plan::default() }).unwrap();
+    let host = Host::start(&Plan { machine: "gpus=1 old-driver=535.247.01".into(), ..Plan::default() }).unwrap();
     let annotation = ["--annotation", "gpufence.dev/gpu=0=1GiB"];
     let list = || {
         let output = host.output(GPUFENCE, &annotation, &["/bin/ls", "/usr/lib/gpufence/compute"]).unwrap();

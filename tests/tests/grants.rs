@@ -178,14 +178,15 @@ fn machines_and_policies_that_refuse() {
         String::from_utf8_lossy(&output.stderr).into_owned()
     };
     let host =
-        Host::start(&Plan { machine: "gpus=2 no-uvm", policy: "privileged = \"deny\"", ..Plan::default() }).unwrap();
+        Host::start(&Plan { machine: "gpus=2 no-uvm".into(), policy: "privileged = \"deny\"", ..Plan::default() })
+            .unwrap();
     let said = error(&host, &grant);
     assert!(said.contains("annotation gpufence.dev/gpu: the kernel module nvidia-uvm is not loaded"), "{said}");
     assert!(said.contains("modprobe nvidia-uvm"), "{said}");
     let said = error(&host, &["--privileged"]);
     assert!(said.contains("the container is privileged, which this node's policy denies"), "{said}");
 
-    let host = Host::start(&Plan { machine: "gpus=2 excluded=1 memory=4096", ..Plan::default() }).unwrap();
+    let host = Host::start(&Plan { machine: "gpus=2 excluded=1 memory=4096".into(), ..Plan::default() }).unwrap();
     let said = error(&host, &["--annotation", &format!("gpufence.dev/gpu={}=1GiB", host.description.uuid(1))]);
     assert!(said.contains("is excluded by the driver"), "{said}");
     // Once NVML has been asked, how much there is is known.

@@ -16,7 +16,7 @@ use gpufence_tests::simulated::{Description, build};
 struct Arguments {
     /// The folder to make
     folder: PathBuf,
-    /// The machine: gpus=N mig=GPU:COUNT excluded=GPU driver=VERSION old-driver=VERSION memory=MIB no-uvm
+    /// The machine: gpus=N mig=GPU:COUNT excluded=GPU driver=VERSION old-driver=VERSION memory=MIB real=FOLDER no-uvm
     words: Vec<String>,
 }
 

@@ -1,5 +1,7 @@
 //! A machine in a few words, such as `gpus=2 mig=0:2 old-driver=535.247.01 no-uvm excluded=1`.
 
+use std::path::PathBuf;
+
 use anyhow::{Context, Result, bail};
 
 /// A machine to simulate.
@@ -17,6 +19,8 @@ pub struct Description {
     pub old_driver: Option<String>,
     /// Whether the module nvidia-uvm is loaded.
     pub uvm: bool,
+    /// A folder with NVIDIA's own libraries of the running version, which then take the stand-ins' place.
+    pub real: Option<PathBuf>,
     /// Each GPU's memory in MiB, as its NVML stand-in says.
     pub memory_mib: u64,
 }
@@ -30,6 +34,7 @@ impl Default for Description {
             driver: "550.163.01".into(),
             old_driver: None,
             uvm: true,
+            real: None,
             memory_mib: 81920,
         }
     }
@@ -50,10 +55,11 @@ impl Description {
                 Some(("excluded", gpu)) => description.excluded.push(number(gpu)?),
                 Some(("driver", version)) => description.driver = version.into(),
                 Some(("old-driver", version)) => description.old_driver = Some(version.into()),
+                Some(("real", folder)) => description.real = Some(folder.into()),
                 Some(("memory", mib)) => description.memory_mib = number(mib)?.into(),
                 None if word == "no-uvm" => description.uvm = false,
                 _ => bail!(
-                    "\"{word}\" is not known; write gpus=N, mig=GPU:COUNT, excluded=GPU, driver=VERSION, old-driver=VERSION, memory=MIB or no-uvm"
+                    "\"{word}\" is not known; write gpus=N, mig=GPU:COUNT, excluded=GPU, driver=VERSION, old-driver=VERSION, memory=MIB, real=FOLDER or no-uvm"
                 ),
             }
         }

@@ -62,17 +62,32 @@ pub fn install(description: &Description, root: &Path) -> Result<()> {
     let stub = object(&write("stub.c", STUB)?, &[])?;
     let nvml = object(&write("nvml.c", NVML)?, &[])?;
     let stub_32 = object(&work.join("stub.c"), &["-m32"])?;
+    if let Some(real) = &description.real {
+        run(Command::new("cp").arg("-a").arg(real.join("usr")).arg(root))?;
+    }
+    let is_real = |name: &str, version: &str| {
+        let folder = root.join(FOLDER).join("nvidia/current");
+        version == description.driver && folder.join(format!("{name}.so.{version}")).exists()
+    };
     let versions = description.old_driver.iter().chain([&description.driver]);
     for version in versions {
         for (name, ending) in LIBRARIES {
+            if is_real(name, version) {
+                continue;
+            }
             library(root, FOLDER, name, ending, version, &stub, "elf_x86_64")?;
         }
-        library(root, FOLDER, "libnvidia-ml", "1", version, &nvml, "elf_x86_64")?;
+        if !is_real("libnvidia-ml", version) {
+            library(root, FOLDER, "libnvidia-ml", "1", version, &nvml, "elf_x86_64")?;
+        }
         for (name, ending) in LIBRARIES_32 {
             library(root, FOLDER_32, name, ending, version, &stub_32, "elf_i386")?;
         }
     }
-    program(&write("nvidia-smi.c", SMI)?, &root.join("usr/bin/nvidia-smi"))?;
+    let smi = write("nvidia-smi.c", SMI)?;
+    if !root.join("usr/lib/nvidia/current/nvidia-smi").exists() {
+        program(&smi, &root.join("usr/bin/nvidia-smi"))?;
+    }
     let firmware = root.join("lib/firmware/nvidia").join(&description.driver);
     fs::create_dir_all(&firmware)?;
     for name in ["gsp_ga10x.bin", "gsp_tu10x.bin"] {
