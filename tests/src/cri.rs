@@ -32,7 +32,7 @@ pub struct RuntimeEntry {
 }
 
 /// containerd's configuration for CRI with these runtimes.
-pub fn configuration(engine: Engine, runtimes: &[RuntimeEntry]) -> String {
+pub fn configuration(engine: Engine, runtimes: &[RuntimeEntry], cdi_folder: &Path) -> String {
     let (version, cri, images) = match engine {
         Engine::Containerd16 | Engine::Containerd17 => ("2", "io.containerd.grpc.v1.cri", ""),
         Engine::Containerd2 => (
@@ -42,8 +42,13 @@ pub fn configuration(engine: Engine, runtimes: &[RuntimeEntry]) -> String {
         ),
     };
     let sandbox_image = if images.is_empty() { "sandbox_image = \"docker.io/gpufence/test:latest\"\n" } else { "" };
+    // 1.6 has no CDI.
+    let cdi = match engine {
+        Engine::Containerd16 => String::new(),
+        _ => format!("enable_cdi = true\ncdi_spec_dirs = [{cdi_folder:?}]\n"),
+    };
     let mut text = format!(
-        "version = {version}\n[plugins.'{cri}']\n{sandbox_image}restrict_oom_score_adj = true\n[plugins.'{cri}'.containerd]\ndefault_runtime_name = \"{}\"\n",
+        "version = {version}\n[plugins.'{cri}']\n{cdi}{sandbox_image}restrict_oom_score_adj = true\n[plugins.'{cri}'.containerd]\ndefault_runtime_name = \"{}\"\n",
         runtimes.first().map_or("gpufence", |runtime| runtime.name)
     );
     for runtime in runtimes {
@@ -140,7 +145,19 @@ impl Cri {
         environment: &[(&str, &str)],
         privileged: bool,
     ) -> Result<String> {
-        let id = self.create_container(pod, name, environment, privileged)?;
+        self.run_with_devices(pod, name, environment, privileged, &[])
+    }
+
+    /// The same with CDI devices, which a device plugin asks for.
+    pub fn run_with_devices(
+        &mut self,
+        pod: &Pod,
+        name: &str,
+        environment: &[(&str, &str)],
+        privileged: bool,
+        devices: &[&str],
+    ) -> Result<String> {
+        let id = self.create_container(pod, name, environment, privileged, devices)?;
         let request = StartContainerRequest { container_id: id.clone() };
         self.runtime.block_on(self.client.start_container(request)).map_err(said)?;
         Ok(id)
@@ -152,6 +169,7 @@ impl Cri {
         name: &str,
         environment: &[(&str, &str)],
         privileged: bool,
+        devices: &[&str],
     ) -> Result<String> {
         let host_network = NamespaceOption { network: NamespaceMode::Node.into(), ..NamespaceOption::default() };
         let security = LinuxContainerSecurityContext {
@@ -168,6 +186,7 @@ impl Cri {
                 .iter()
                 .map(|(key, value)| k8s_cri::v1::KeyValue { key: (*key).into(), value: (*value).into() })
                 .collect(),
+            cdi_devices: devices.iter().map(|name| k8s_cri::v1::CdiDevice { name: (*name).into() }).collect(),
             annotations: HashMap::new(),
             log_path: format!("{name}.log"),
             linux: Some(LinuxContainerConfig { security_context: Some(security), ..LinuxContainerConfig::default() }),

@@ -82,7 +82,8 @@ impl Host {
         settings.programs = plan.engine.folder()?;
         settings.cgroups = plan.cgroups;
         if plan.cri {
-            settings.configuration = Some(crate::cri::configuration(plan.engine, &plan.cri_runtimes));
+            settings.configuration =
+                Some(crate::cri::configuration(plan.engine, &plan.cri_runtimes, &folder.path().join("cdi")));
         }
         let containerd = Containerd::start(settings)?;
         if plan.cri {

@@ -176,3 +176,39 @@ fn a_copied_grant_is_refused() {
         cri.run_pod(&unique("pod"), "gpufence", &[("gpufence.dev/grant", &grant)], false).unwrap_err().to_string();
     assert!(error.contains("annotation gpufence.dev/grant: the grant is for Pod another"), "{error}");
 }
+
+/// containerd's own CDI, as a device plugin asks it to: under runc with our hook, and under our runtime only a grant counts.
+fn containerd_s_own_cdi(engine: Engine) {
+    let runc = RuntimeEntry { name: "runc", runtime_type: RUNC.into(), ..RuntimeEntry::default() };
+    let ours = RuntimeEntry {
+        name: "gpufence",
+        runtime_type: GPUFENCE.into(),
+        pod_annotations: ANNOTATIONS,
+        ..RuntimeEntry::default()
+    };
+    let plan = Plan { engine, cri: true, cri_runtimes: vec![runc, ours], ..Plan::default() };
+    let mut host = Host::start(&plan).unwrap();
+    host.generate_cdi().unwrap();
+    host.containerd.kill();
+    host.containerd.run().unwrap();
+    let mut cri = Cri::connect(&host.containerd.socket()).unwrap();
+    for (handler, nodes) in [("runc", &["nvidia-uvm ENXIO", "nvidia1 ENXIO", "nvidiactl ENXIO"][..]), ("gpufence", &[])]
+    {
+        let pod = cri.run_pod(&unique("pod"), handler, &[], false).unwrap();
+        let container = cri.run_with_devices(&pod, "trainer", &[], false, &["gpufence.dev/gpu=1"]).unwrap();
+        let seen = Seen::from_text(&cri.exec(&container, &PROBE).unwrap()).unwrap();
+        assert_eq!(seen.nodes(), nodes, "{handler}");
+        assert_eq!(seen.finds("libcuda.so.1"), handler == "runc");
+        cri.remove_pod(&pod).unwrap();
+    }
+}
+
+#[test]
+fn containerd_1_7_s_own_cdi() {
+    containerd_s_own_cdi(Engine::Containerd17);
+}
+
+#[test]
+fn containerd_2_s_own_cdi() {
+    containerd_s_own_cdi(Engine::Containerd2);
+}
