@@ -57,7 +57,7 @@ release: cargo ## Build the programs for use
 install: ## Install the programs, manual pages and completions below PREFIX (run `make release` first)
 	install -D -m 755 -t $(DESTDIR)$(PREFIX)/bin $(addprefix $(TARGET)/release/,gpufence containerd-shim-gpufence-v1 gpufence-runtime gpufence-hook)
 	$(TARGET)/release/gpufence man $(DESTDIR)$(PREFIX)/share/man/man1
-	install -D -m 644 -t $(DESTDIR)$(PREFIX)/share/man/man8 packaging/man/containerd-shim-gpufence-v1.8
+	install -D -m 644 -t $(DESTDIR)$(PREFIX)/share/man/man8 packaging/man/containerd-shim-gpufence-v1.8 packaging/man/gpufence-runtime.8 packaging/man/gpufence-hook.8
 	install -D -m 644 -t $(DESTDIR)$(PREFIX)/share/man/man5 packaging/man/gpufence-config.5
 	install -d $(DESTDIR)$(PREFIX)/share/bash-completion/completions $(DESTDIR)$(PREFIX)/share/zsh/site-functions $(DESTDIR)$(PREFIX)/share/fish/vendor_completions.d
 	$(TARGET)/release/gpufence completions bash >$(DESTDIR)$(PREFIX)/share/bash-completion/completions/gpufence
