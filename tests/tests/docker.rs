@@ -219,3 +219,29 @@ fn podman_s_own_cdi() {
     };
     check_cdi_device(&host, run, &["runc"], &[]);
 }
+
+/// On a host whose policy takes them, wishes count; anything that is no GPU of the host is refused.
+#[test]
+fn wishes_as_grants() {
+    let policy = "accept_visible_devices = true";
+    let host = Host::start(&Plan { policy, machine: "gpus=2 mig=1:1".into(), ..Plan::default() }).unwrap();
+    let docker = Docker::start(&host, Release::Docker20, "gpufence").unwrap();
+    let nodes = |flags: &[&str], image: &str| {
+        let seen = Seen::from_output(&docker.run(flags, image, &PROBE).unwrap()).unwrap();
+        seen.nodes().iter().map(|node| node.split(' ').next().unwrap().to_owned()).collect::<Vec<_>>().join(" ")
+    };
+    assert_eq!(nodes(&[], "greedy"), "nvidia-uvm nvidia0 nvidia1 nvidiactl");
+    assert_eq!(nodes(&[], "plain"), "");
+    for (wish, expected) in [
+        ("1", "nvidia-uvm nvidia1 nvidiactl"),
+        ("1:0", "nvidia-caps/nvidia-cap147 nvidia-caps/nvidia-cap148 nvidia-uvm nvidia1 nvidiactl"),
+        (&host.description.uuid(0), "nvidia-uvm nvidia0 nvidiactl"),
+        ("void", ""),
+        ("none", ""),
+    ] {
+        assert_eq!(nodes(&["--env", &format!("NVIDIA_VISIBLE_DEVICES={wish}")], "plain"), expected, "{wish}");
+    }
+    let output = docker.run(&["--env", "NVIDIA_VISIBLE_DEVICES=7"], "plain", &["/bin/true"]).unwrap();
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(said.contains("\"7\" is not a GPU of this node") && said.contains("gpufence inventory"), "{said}");
+}
