@@ -22,7 +22,7 @@ cargo:
 .PHONY: demo
 demo: cargo ## Install what is missing, build, and show what five containers see (as root)
 	@tests/setup.sh demo
-	$(CARGO) build --package gpufence-cli --package gpufence-shim --package gpufence-tests --bins
+	$(CARGO) build --package gpufence-cli --package gpufence-shim --package gpufence-hook --package gpufence-tests --bins
 	@if [ -e /proc/driver/nvidia/version ]; then \
 		exec $(TARGET)/debug/gpufence demo; \
 	fi; \

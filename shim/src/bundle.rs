@@ -34,6 +34,7 @@ use crate::{
     hooks,
     identity::{ContainerKind, Identity},
     policy::Policy,
+    runtime_path,
     state::{ContainerFolder, Record, RecordedShare},
     visible_devices,
 };
@@ -63,9 +64,9 @@ pub struct Bundle<'a> {
     pub id: &'a str,
     /// A grant in the short form that the administrator has fixed for this runtime.
     pub fixed_grant: Option<&'a str>,
-    /// `gpufence-hook`, which checks a container with a grant before it starts and cleans up after it. Where nobody
-    /// else does, as under a runtime that leaves no process.
-    pub hook: Option<&'a Path>,
+    /// Whether `gpufence-hook`, which checks a container with a grant before it starts, cleans up after it as well: where
+    /// nobody else does, as under a runtime that leaves no process.
+    pub clean_up_by_hook: bool,
 }
 
 /// Enforces the grant on a bundle.
@@ -235,10 +236,8 @@ fn finish(
     };
     let dropped_capabilities = enforce::dropped_capabilities(before, &granted, host_pids, policy);
     let mut after = enforce::enforce(before.clone(), &given)?;
-    if let Some(hook) = bundle.hook
-        && prepared.is_some()
-    {
-        hooks::add_own(&mut after, folder.path(), hook)?;
+    if prepared.is_some() {
+        hooks::add_own(&mut after, folder.path(), &runtime_path::hook(policy)?, bundle.clean_up_by_hook)?;
     }
     if let Some(prepared) = prepared {
         folder.create(prepared.mount_points.iter().map(String::as_str))?;

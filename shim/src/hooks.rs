@@ -28,10 +28,11 @@ pub fn remove(spec: &mut Value) -> Result<(), EnforceError> {
 /// What our own hook program is called.
 pub const OWN: &str = "gpufence-hook";
 
-/// Puts our hooks in for a container with a folder: the final check before its program starts, and the clean-up after it
-/// has ended.
-pub fn add_own(spec: &mut Value, folder: &Path, hook: &Path) -> Result<(), EnforceError> {
-    for (when, action) in [("createRuntime", "check"), ("poststop", "clean-up")] {
+/// Puts our hooks in for a container with a folder: the final check before its program starts and, if wanted, the
+/// clean-up after it has ended.
+pub fn add_own(spec: &mut Value, folder: &Path, hook: &Path, clean_up: bool) -> Result<(), EnforceError> {
+    let clean_up = clean_up.then_some(("poststop", "clean-up"));
+    for (when, action) in [("createRuntime", "check")].into_iter().chain(clean_up) {
         json::list(spec, &["hooks", when])?.push(json!({
             "path": hook.to_string_lossy(),
             "args": [OWN, action, "--folder", folder.to_string_lossy()],
@@ -53,7 +54,7 @@ mod tests {
         let mut spec = json!({"hooks": {"poststop": [other]}});
         for folder in ["/run/gpufence/containers/moby/a", "/run/gpufence/containers/moby/b"] {
             remove(&mut spec).unwrap();
-            add_own(&mut spec, Path::new(folder), Path::new("/usr/bin/gpufence-hook")).unwrap();
+            add_own(&mut spec, Path::new(folder), Path::new("/usr/bin/gpufence-hook"), true).unwrap();
             assert_eq!(spec["hooks"]["poststop"].as_array().unwrap().len(), 2);
             assert_eq!(spec["hooks"]["createRuntime"][0]["args"][3], json!(folder));
         }

@@ -62,7 +62,7 @@ pub struct Policy {
     /// Which low-level runtimes are wrapped, by name (looked up on the engine's PATH) or absolute path; the first that
     /// is there.
     pub runtimes: Vec<String>,
-    /// Where `gpufence-hook` is. By default beside `gpufence-runtime`, or on the engine's PATH.
+    /// Where `gpufence-hook` is. By default beside our own program, or on the engine's PATH.
     pub hook: Option<PathBuf>,
     /// Seconds that one call of the low-level runtime may take.
     pub runtime_timeout_seconds: u64,

@@ -206,6 +206,12 @@ fn machines_and_policies_that_refuse() {
     assert!(said.contains("no NVIDIA driver is loaded"), "{said}");
     assert!(host.output(GPUFENCE, &[], &["/bin/true"]).unwrap().status.success());
 
+    // With no hook to check it, a container with a share isn't made; one with none is.
+    let host = Host::start(&Plan { policy: "hook = \"/nowhere/gpufence-hook\"", ..Plan::default() }).unwrap();
+    let said = error(&host, &grant);
+    assert!(said.contains("/nowhere/gpufence-hook"), "{said}");
+    assert!(host.output(GPUFENCE, &[], &["/bin/true"]).unwrap().status.success());
+
     // A policy that can't be read stops everything: fail closed.
     std::fs::write(host.policy(), "privilegd = \"deny\"").unwrap();
     let said = error(&host, &[]);

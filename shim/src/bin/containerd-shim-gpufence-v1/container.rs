@@ -299,7 +299,7 @@ async fn enforce(request: &CreateTaskRequest, surroundings: &Surroundings, rootf
             id: &id,
             fixed_grant: None,
             // We delete what we made ourselves.
-            hook: None,
+            clean_up_by_hook: false,
         };
         gpufence_shim::bundle::enforce_bundle(&policy, &bundle)
     };

@@ -96,14 +96,13 @@ fn run(call: &Call) -> Result<ExitCode, Failure> {
 
 fn enforce(policy: &Policy, call: &Call, bundle: &Path, id: &str) -> Result<(), Failure> {
     let folder = std::env::current_dir()?.join(bundle);
-    let hook = runtime_path::hook(policy)?;
     let bundle = Bundle {
         folder: &folder,
         rootfs: None,
         namespace: &call.namespace(),
         id,
         fixed_grant: call.grant.as_deref(),
-        hook: Some(&hook),
+        clean_up_by_hook: true,
     };
     Ok(enforce_bundle(policy, &bundle).map(drop)?)
 }
