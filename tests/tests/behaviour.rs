@@ -29,7 +29,15 @@ fn same_as_runc(engine: Engine, cgroups: Cgroups, scenes: &[fn(&Stage<'_>, &mut 
         }
         met
     };
-    let (ours, theirs) = (meet(GPUFENCE), meet(RUNC));
+    let ours = meet(GPUFENCE);
+    // Under load containerd's own shim may lose the end of an output, an event or a kill for want of memory: what it does
+    // in one of three tries is what it is held to do.
+    let mut theirs = meet(RUNC);
+    for _ in 0..2 {
+        if ours != theirs {
+            theirs = meet(RUNC);
+        }
+    }
     for (what, expected) in &theirs {
         assert_eq!(ours.get(what), Some(expected), "{what}");
     }
@@ -61,7 +69,7 @@ impl Stage<'_> {
     }
 
     /// A client with a terminal of its own, which `ctr` insists on.
-    fn with_terminal(mut client: Command, input: &str) -> String {
+    fn with_terminal(mut client: Command, input: &str, ready: impl FnMut() -> bool) -> String {
         let words =
             std::iter::once(client.get_program()).chain(client.get_args()).map(|word| quoted(&word.to_string_lossy()));
         let line = words.collect::<Vec<_>>().join(" ");
@@ -69,8 +77,9 @@ impl Stage<'_> {
         client.args(["--quiet", "--return", "--command", &line, "/dev/null"]);
         let mut child = client.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
         let mut stdin = child.stdin.take().unwrap();
-        // Whoever asks has started by then; the terminal keeps what is typed early.
-        std::thread::sleep(Duration::from_millis(700));
+        // What is typed too early may be lost when the client makes the terminal raw.
+        until(ready);
+        std::thread::sleep(Duration::from_millis(500));
         stdin.write_all(input.as_bytes()).unwrap();
         let output = child.wait_with_output().unwrap();
         drop(stdin);
@@ -173,20 +182,23 @@ fn stdio(stage: &Stage<'_>, met: &mut Met) {
 fn terminals(stage: &Stage<'_>, met: &mut Met) {
     let id = unique("behaviour");
     let call = stage.host.run(stage.runtime, &id, &["--rm", "--tty"], &["/bin/sh"]);
-    let said = Stage::with_terminal(call, "stty size; echo $((6*7))\nexit 5\n");
+    let said = Stage::with_terminal(call, "stty size; echo $((6*7))\nexit 5\n", || stage.state(&id) == "RUNNING");
     met.insert("a terminal".into(), format!("{} {}", said.starts_with("Some(5)"), said.contains("42")));
 
     let id = unique("behaviour");
     let start = stage.host.run(stage.runtime, &id, &["--detach", "--tty"], &["/bin/sh"]);
-    Stage::with_terminal(start, "");
+    Stage::with_terminal(start, "", || stage.state(&id) == "RUNNING");
     let attach = stage.host.containerd.ctr(["tasks", "attach", id.as_str()]);
-    let said = Stage::with_terminal(attach, "echo $((7*8))\nexit 6\n");
+    let said = Stage::with_terminal(attach, "echo $((7*8))\nexit 6\n", || true);
     met.insert("attach".into(), format!("{} {}", said.starts_with("Some(6)"), said.contains("56")));
     stage.remove(&id);
 
     let id = stage.detached(&[], &["/bin/sleep", "100"]);
     let exec = stage.host.containerd.ctr(["tasks", "exec", "--tty", "--exec-id", "e", &id, "/bin/sh"]);
-    let said = Stage::with_terminal(exec, "test -t 0 && echo $((8*9))\nexit 7\n");
+    let said = Stage::with_terminal(exec, "test -t 0 && echo $((8*9))\nexit 7\n", || {
+        // A header, init and what exec has added.
+        String::from_utf8_lossy(&stage.ctr(&["tasks", "ps", &id]).stdout).lines().count() == 3
+    });
     met.insert("exec with a terminal".into(), format!("{} {}", said.starts_with("Some(7)"), said.contains("72")));
     stage.remove(&id);
 }
@@ -333,6 +345,10 @@ fn events(stage: &Stage<'_>, met: &mut Met) {
             format!("{topic} {}", fields.join(" "))
         })
         .collect();
+    // runc's shim may lose its last event, that of the deletion, on its way out; ours may not.
+    let (deletions, said): (Vec<String>, Vec<String>) =
+        said.into_iter().partition(|line| line.starts_with("/tasks/delete"));
+    assert!(stage.runtime == RUNC || deletions.len() == 2, "{deletions:?}");
     met.insert("events".into(), said.join("\n"));
 }
 
