@@ -205,11 +205,12 @@ fn nothing_is_executed() {
     };
     // strace follows the container's process too, so it ends when that does.
     let traces = ["create", "delete"].map(|name| host.folder().join(name));
-    let mut create = traced(&traces[0], &["create", "--bundle", bundle.to_str().unwrap(), &id]);
-    let known =
-        || Command::new("runc").arg("--root").arg(&state).args(["state", &id]).output().unwrap().status.success();
+    // Written last of all.
+    let pid_file = host.folder().join("pid");
+    let words = ["create", "--bundle", bundle.to_str().unwrap(), "--pid-file", pid_file.to_str().unwrap(), &id];
+    let mut create = traced(&traces[0], &words);
     let deadline = Instant::now() + Duration::from_secs(20);
-    while !known() && Instant::now() < deadline {
+    while !pid_file.exists() && Instant::now() < deadline {
         std::thread::sleep(Duration::from_millis(50));
     }
     let deleted = traced(&traces[1], &["delete", "--force", &id]).wait().unwrap();
