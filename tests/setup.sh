@@ -7,6 +7,8 @@ set -eu
 
 here=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)
 engines=${CARGO_TARGET_DIR:-$here/../target}/engines
+mkdir -p "$engines"
+engines=$(CDPATH='' cd -- "$engines" && pwd)
 
 say() { printf 'setup: %s\n' "$*"; }
 fail() { printf 'setup: %s\n' "$*" >&2; exit 1; }
@@ -80,11 +82,18 @@ demo)
     install containerd runc gcc libc6-dev make
     ;;
 tests)
-    install containerd runc crun gcc libc6-dev make busybox-static protobuf-compiler man-db strace musl-tools docker.io podman
+    install containerd runc crun gcc libc6-dev make busybox-static protobuf-compiler man-db strace musl-tools patchelf docker.io podman
     unpack trixie containerd-1.7 containerd
     unpack sid containerd-2 containerd
     unpack trixie docker-26 docker.io docker-cli
     unpack sid docker-28 docker.io docker-cli
+    # A newer runc, with the C library that it was built on.
+    unpack sid runc-new runc libc6 libseccomp2
+    runc=$engines/runc-new/usr/sbin/runc
+    [ -e "$runc" ] || runc=$engines/runc-new/usr/bin/runc
+    libraries=$engines/runc-new/usr/lib/x86_64-linux-gnu
+    ln -sfn "$runc" "$engines/runc-new/runc"
+    patchelf --set-interpreter "$libraries/ld-linux-x86-64.so.2" --set-rpath "$libraries" "$runc"
     # NVIDIA's own user-mode libraries, to be staged and loaded as they are.
     unpack trixie nvidia-550 libcuda1 libnvidia-ml1 libnvidia-ptxjitcompiler1 libnvidia-cfg1 nvidia-smi
     # A small Debian: its C library with the loader's cache and ldconfig.
@@ -92,6 +101,7 @@ tests)
     for name in containerd-1.7 containerd-2; do
         say "$name: $("$engines/$name/usr/bin/containerd" --version | cut -d ' ' -f 3)"
     done
+    say "runc-new: $("$engines/runc-new/runc" --version | head -n 1)"
     ;;
 *)
     fail 'say "demo" or "tests"'

@@ -155,6 +155,40 @@ impl Devices for container_device_interface::spec::Spec {
     }
 }
 
+/// `--watch` writes the spec again when another driver runs, and `validate` tells when it is another node's.
+#[test]
+fn cdi_specs_follow_the_driver() {
+    let machine = Machine::new("gpus=1 old-driver=535.247.01");
+    let file = machine.path().join("gpufence.json");
+    let path = file.to_str().unwrap();
+    let mut watch =
+        machine.command(&["cdi", "generate", "--watch", "1", "--file", path]).stdout(Stdio::null()).spawn().unwrap();
+    let contains = |text: &str| {
+        let deadline = std::time::Instant::now() + Duration::from_secs(20);
+        while std::time::Instant::now() < deadline {
+            if fs::read_to_string(&file).is_ok_and(|spec| spec.contains(text)) {
+                return true;
+            }
+            std::thread::sleep(Duration::from_millis(100));
+        }
+        false
+    };
+    let first = contains("/550.163.01/");
+    assert!(machine.says(&["cdi", "validate", "--file", path]).contains("is this node's, for driver 550.163.01"));
+    let version = machine.path().join("root/proc/driver/nvidia/version");
+    let text = fs::read_to_string(&version).unwrap().replace("550.163.01", "535.247.01");
+    fs::copy(&file, machine.path().join("old.json")).unwrap();
+    fs::write(&version, text).unwrap();
+    let second = contains("/535.247.01/");
+    watch.kill().unwrap();
+    watch.wait().unwrap();
+    assert!(first && second);
+    let old = machine.path().join("old.json");
+    let said = machine.fails(&["cdi", "validate", "--file", old.to_str().unwrap()]);
+    assert!(said.contains("is not this node's; run `gpufence cdi generate`"), "{said}");
+    assert!(said.contains("is not of the running driver 535.247.01"), "{said}");
+}
+
 #[test]
 fn completions_and_manual_pages() {
     let machine = Machine::new("gpus=1");

@@ -3,7 +3,7 @@
 use gpufence_cli::engine::Cgroups;
 use gpufence_tests::{
     host::{GPUFENCE, Host, Plan, unique},
-    programs::Engine,
+    programs::{self, Engine},
     seen::{PROBE, Seen},
 };
 
@@ -183,6 +183,37 @@ fn crun_by_policy() {
     }
     let list = host.containerd.run_ctr(["tasks", "ps", &id]).unwrap();
     assert_eq!(list.lines().count(), 2, "{list}");
+}
+
+/// runc 1.3 in place of Debian 12's 1.1, by policy and with its own checks of paths and rules.
+fn newest_runc(cgroups: Cgroups) {
+    let runc = programs::engines().unwrap().join("runc-new/runc");
+    let policy = format!("runtimes = [{runc:?}]").leak();
+    let host = Host::start(&Plan { policy, cgroups, engine: Engine::Containerd2, ..Plan::default() }).unwrap();
+    let seen = host.probe(&["--annotation", "gpufence.dev/gpu=1=8GiB"]).unwrap();
+    assert_eq!(seen.nodes(), ["nvidia-uvm ENXIO", "nvidia1 ENXIO", "nvidiactl ENXIO"]);
+    assert_eq!((seen.image_nodes(), seen.made_nodes()), (vec!["EPERM", "ENXIO"], vec!["EPERM", "EPERM"]));
+    assert!(seen.finds("libcuda.so.1") && !seen.has_capability("MKNOD"));
+    for flags in [&[][..], &["--privileged"]] {
+        let seen = host.probe(flags).unwrap();
+        assert_eq!((seen.nodes(), seen.image_nodes()), (vec![], vec!["EPERM", "EPERM"]), "{flags:?}");
+    }
+    let id = unique("newest");
+    let flags = ["--detach", "--annotation", "gpufence.dev/gpu=0=1GiB"];
+    assert!(host.run(GPUFENCE, &id, &flags, &["/bin/sleep", "100"]).output().unwrap().status.success());
+    let mut exec = host.containerd.ctr(["tasks", "exec", "--exec-id", "e1", id.as_str()]);
+    let seen = Seen::from_output(&exec.args(PROBE).output().unwrap()).unwrap();
+    assert_eq!(seen.image_nodes(), ["ENXIO", "EPERM"]);
+}
+
+#[test]
+fn newest_runc_cgroup_v1() {
+    newest_runc(Cgroups::Host);
+}
+
+#[test]
+fn newest_runc_cgroup_v2() {
+    newest_runc(Cgroups::V2);
 }
 
 /// A low-level runtime that isn't there is an error which says so.

@@ -105,7 +105,9 @@ fn by_the_hook() {
 #[test]
 fn debian_with_nvidia_s_own_libraries() {
     let real = programs::engines().unwrap().join("nvidia-550");
-    let host = Host::start(&Plan { machine: format!("gpus=1 real={}", real.display()), ..Plan::default() }).unwrap();
+    let policy = "allowed_driver_capabilities = [\"compute\", \"utility\", \"compat32\"]\ndefault_driver_capabilities = [\"compute\", \"utility\", \"compat32\"]";
+    let machine = format!("gpus=1 real={}", real.display());
+    let host = Host::start(&Plan { machine, policy, ..Plan::default() }).unwrap();
     let debian = host.folder().join("debian");
     let engine = programs::engines().unwrap().join("debian");
     assert!(Command::new("cp").arg("-a").arg(&engine).arg(&debian).status().unwrap().success());
@@ -144,6 +146,8 @@ fn debian_with_nvidia_s_own_libraries() {
     for library in ["libcuda.so.1", "libcuda.so", "libnvidia-ml.so.1", "libnvidia-ptxjitcompiler.so.1"] {
         assert!(ours.iter().any(|line| line.starts_with(&format!("{library} "))), "{library}: {ours:?}");
     }
+    let compat32 = "libcuda.so.1 (libc6) => /usr/lib/gpufence/compat32/libcuda.so.1";
+    assert!(ours.iter().any(|line| line == compat32), "{ours:?}");
     // The loader's own account of where it looked.
     let output = run(&["/bin/sh", "-c", "LD_DEBUG=libs /usr/bin/gpufence probe 2>&1"]);
     let account = String::from_utf8_lossy(&output.stdout).into_owned();
