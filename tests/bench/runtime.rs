@@ -42,12 +42,14 @@ fn main() -> Result<()> {
     let arguments = Arguments::parse();
     let folder = tempfile::Builder::new().prefix("gpufence-bench-").tempdir_in("/run")?;
     let path = |name: &str| folder.path().join(name);
+    // Containers' folders are on a tmpfs, as /run is on every machine but a sandboxed one.
+    let memory = tempfile::Builder::new().prefix("gpufence-bench-").tempdir_in("/dev/shm")?;
     simulated::build(&Description::parse(&["gpus=2"])?, &path("driver-root"))?;
     let policy = path("policy.toml");
     let text = format!(
         "driver_root = {:?}\nstate_dir = {:?}\nstage_dir = {:?}\nruntimes = [\"runc\"]\n",
         path("driver-root"),
-        path("state"),
+        memory.path().join("state"),
         path("stage")
     );
     fs::write(&policy, text)?;
@@ -67,7 +69,7 @@ fn main() -> Result<()> {
     let mut times = vec![Vec::new(); subjects.len()];
     for round in 0..arguments.rounds + 3 {
         for (subject, times) in subjects.iter().zip(&mut times) {
-            let took = subject.run(&path("runc"))?;
+            let took = subject.run(&memory.path().join("runc"))?;
             // The first rounds fill caches, and build the inventory and the stage.
             if round >= 3 {
                 times.push(took);

@@ -133,7 +133,10 @@ impl Cri {
             ..PodSandboxConfig::default()
         };
         let request = RunPodSandboxRequest { config: Some(config.clone()), runtime_handler: handler.into() };
-        let answer = self.runtime.block_on(self.client.run_pod_sandbox(request)).map_err(said)?;
+        let answer = self.runtime.block_on(self.client.run_pod_sandbox(request)).map_err(|status| {
+            let _ = std::fs::remove_dir_all(&config.log_directory);
+            said(status)
+        })?;
         Ok(Pod { id: answer.into_inner().pod_sandbox_id, uid, config })
     }
 

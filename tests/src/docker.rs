@@ -159,6 +159,10 @@ impl Drop for Docker {
         }
         let _ = self.process.kill();
         let _ = self.process.wait();
+        // Its network namespaces stay mounted.
+        for mount in gpufence_cli::engine::mounts_below(&self.folder).iter().rev() {
+            let _ = nix::mount::umount2(mount, nix::mount::MntFlags::MNT_DETACH);
+        }
     }
 }
 
