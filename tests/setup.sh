@@ -95,6 +95,7 @@ tests)
     ln -sfn "$runc" "$engines/runc-new/runc"
     patchelf --set-interpreter "$libraries/ld-linux-x86-64.so.2" --set-rpath "$libraries" "$runc"
     # NVIDIA's own user-mode libraries, to be staged and loaded as they are.
+    unpack bookworm nvidia-535 libcuda1 libnvidia-ml1 libnvidia-ptxjitcompiler1 libnvidia-cfg1 nvidia-smi
     unpack trixie nvidia-550 libcuda1 libnvidia-ml1 libnvidia-ptxjitcompiler1 libnvidia-cfg1 nvidia-smi
     # A small Debian: its C library with the loader's cache and ldconfig.
     unpack bookworm debian libc6 libc-bin libgcc-s1 dash

@@ -102,11 +102,15 @@ fn by_the_hook() {
 }
 
 /// A small Debian with NVIDIA's real libraries staged: its own loader and its own ldconfig find them, and nvidia-smi starts.
-#[test]
-fn debian_with_nvidia_s_own_libraries() {
-    let real = programs::engines().unwrap().join("nvidia-550");
+fn debian_with(driver: &str) {
+    let real = programs::engines().unwrap().join(driver);
+    let libraries = fs::read_dir(real.join("usr/lib/x86_64-linux-gnu/nvidia/current")).unwrap().flatten();
+    let mut names = libraries.map(|entry| entry.file_name().to_string_lossy().into_owned());
+    let version = names
+        .find_map(|name| Some(name.strip_prefix("libcuda.so.")?.to_owned()).filter(|text| text.len() > 1))
+        .unwrap();
     let policy = "allowed_driver_capabilities = [\"compute\", \"utility\", \"compat32\"]\ndefault_driver_capabilities = [\"compute\", \"utility\", \"compat32\"]";
-    let machine = format!("gpus=1 real={}", real.display());
+    let machine = format!("gpus=1 driver={version} real={}", real.display());
     let host = Host::start(&Plan { machine, policy, ..Plan::default() }).unwrap();
     let debian = host.folder().join("debian");
     let engine = programs::engines().unwrap().join("debian");
@@ -157,6 +161,16 @@ fn debian_with_nvidia_s_own_libraries() {
     let said = format!("{}{}", String::from_utf8_lossy(&smi.stdout), String::from_utf8_lossy(&smi.stderr));
     assert!(said.contains("NVIDIA-SMI has failed") || said.contains("Driver"), "{said}");
     assert!(!said.contains("not found") && !said.contains("cannot open shared object"), "{said}");
+}
+
+#[test]
+fn debian_with_nvidia_s_own_550() {
+    debian_with("nvidia-550");
+}
+
+#[test]
+fn debian_with_nvidia_s_own_535() {
+    debian_with("nvidia-535");
 }
 
 fn ldconfig_list(output: &Output) -> Vec<String> {
