@@ -179,6 +179,28 @@ fn ldconfig_list(output: &Output) -> Vec<String> {
     text.lines().filter(|line| line.contains(" => ")).map(|line| line.trim().to_owned()).collect()
 }
 
+/// A cuda-compat package of a newer branch than the driver wins, one of an older branch loses.
+#[test]
+fn cuda_compat() {
+    let host = Host::start(&Plan::default()).unwrap();
+    let library = host.driver_root().join("usr/lib/x86_64-linux-gnu/libcuda.so.550.163.01");
+    for (version, wins) in [("580.65.06", true), ("535.247.01", false)] {
+        let root = root(&host, |root| {
+            let compat = root.join("usr/local/cuda-x/compat");
+            fs::create_dir_all(&compat).unwrap();
+            symlink("/usr/local/cuda-x", root.join("usr/local/cuda")).unwrap();
+            fs::copy(&library, compat.join(format!("libcuda.so.{version}"))).unwrap();
+            symlink(format!("libcuda.so.{version}"), compat.join("libcuda.so.1")).unwrap();
+        });
+        let flags = [&["--rm"], &SHARE[..]].concat();
+        let output = host.run_on(&root, GPUFENCE, &unique("compat"), &flags, &PROBE).output().unwrap();
+        let seen = Seen::from_output(&output).unwrap();
+        let found = seen.0.libraries["libcuda.so.1"].clone().unwrap();
+        assert_eq!(found.starts_with("/usr/local/cuda-x/compat/"), wins, "{version}: {found}");
+        assert!(seen.finds("libnvidia-ml.so.1"));
+    }
+}
+
 /// An image with nothing but a static program starts, with its nodes and our folder.
 #[test]
 fn scratch() {
