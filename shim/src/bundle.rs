@@ -64,6 +64,9 @@ pub struct Bundle<'a> {
     pub id: &'a str,
     /// A grant in the short form that the administrator has fixed for this runtime.
     pub fixed_grant: Option<&'a str>,
+    /// Whether the container is restored from a checkpoint: its nodes are then made by CRIU, after the time at which
+    /// `gpufence-hook` would look for them, so it isn't checked.
+    pub restored: bool,
     /// Whether `gpufence-hook`, which checks a container with a grant before it starts, cleans up after it as well: where
     /// nobody else does, as under a runtime that leaves no process.
     pub clean_up_by_hook: bool,
@@ -236,7 +239,7 @@ fn finish(
     };
     let dropped_capabilities = enforce::dropped_capabilities(before, &granted, host_pids, policy);
     let mut after = enforce::enforce(before.clone(), &given)?;
-    if prepared.is_some() {
+    if prepared.is_some() && !bundle.restored {
         hooks::add_own(&mut after, folder.path(), &runtime_path::hook(policy)?, bundle.clean_up_by_hook)?;
     }
     if let Some(prepared) = prepared {

@@ -291,6 +291,7 @@ async fn enforce(request: &CreateTaskRequest, surroundings: &Surroundings, rootf
     let (policy, namespace) = (surroundings.policy.clone(), surroundings.namespace.clone());
     let (bundle, id) = (PathBuf::from(&request.bundle), request.id.clone());
     let rootfs = (!request.rootfs.is_empty()).then(|| rootfs.to_owned());
+    let restored = !request.checkpoint.is_empty();
     let enforce = move || {
         let bundle = Bundle {
             folder: &bundle,
@@ -298,6 +299,7 @@ async fn enforce(request: &CreateTaskRequest, surroundings: &Surroundings, rootf
             namespace: &namespace,
             id: &id,
             fixed_grant: None,
+            restored,
             // We delete what we made ourselves.
             clean_up_by_hook: false,
         };

@@ -102,6 +102,7 @@ fn enforce(policy: &Policy, call: &Call, bundle: &Path, id: &str) -> Result<(), 
         namespace: &call.namespace(),
         id,
         fixed_grant: call.grant.as_deref(),
+        restored: false,
         clean_up_by_hook: true,
     };
     Ok(enforce_bundle(policy, &bundle).map(drop)?)
