@@ -368,10 +368,11 @@ impl Task for Service {
         if process.exit().is_some() {
             return Err(finished());
         }
+        // Also an init whose restore has failed: a client that was told "not found" would wait for its exit.
+        if process.pid() == 0 {
+            return Err(status(Code::FAILED_PRECONDITION, "process not created"));
+        }
         if !process.exec_id.is_empty() {
-            if process.pid() == 0 {
-                return Err(status(Code::FAILED_PRECONDITION, "process not created"));
-            }
             return match send_signal(process.pid(), request.signal.cast_signed()) {
                 Ok(()) => Ok(Empty::new()),
                 Err(nix::errno::Errno::ESRCH) => Err(finished()),
