@@ -51,11 +51,10 @@ impl Root {
             nix::sys::stat::mkdirat(self.handle.as_fd(), relative, Mode::from_bits_truncate(0o755))
                 .map_err(io_error("create folder", self.host_path(folder)))?;
         }
-        let how = OpenHow::new()
-            .flags(OFlag::O_CREAT | OFlag::O_WRONLY | OFlag::O_NOCTTY | OFlag::O_CLOEXEC)
-            .mode(Mode::from_bits_truncate(0o644))
-            .resolve(ResolveFlag::RESOLVE_IN_ROOT | ResolveFlag::RESOLVE_NO_MAGICLINKS);
-        openat2(self.handle.as_fd(), inside, how).map(drop).map_err(io_error("create", self.host_path(inside)))
+        let flags = OFlag::O_CREAT | OFlag::O_WRONLY | OFlag::O_NOCTTY;
+        self.open_with(inside, flags, Mode::from_bits_truncate(0o644))
+            .map(drop)
+            .map_err(io_error("create", self.host_path(inside)))
     }
 
     /// Opens `path`, which is a path of the host and trusted.
@@ -77,9 +76,10 @@ impl Root {
         self.path.join(inside.strip_prefix("/").unwrap_or(inside))
     }
 
-    fn open_with(&self, inside: &Path, flags: OFlag) -> nix::Result<OwnedFd> {
+    fn open_with(&self, inside: &Path, flags: OFlag, mode: Mode) -> nix::Result<OwnedFd> {
         let how = OpenHow::new()
             .flags(flags | OFlag::O_CLOEXEC)
+            .mode(mode)
             .resolve(ResolveFlag::RESOLVE_IN_ROOT | ResolveFlag::RESOLVE_NO_MAGICLINKS);
         // EAGAIN: a rename raced with a ".." (openat2(2)). It can't be told apart from an attack, so tries are few.
         let mut last = Errno::EAGAIN;
@@ -96,7 +96,7 @@ impl Root {
     pub fn open_file(&self, inside: impl AsRef<Path>) -> Result<File, CdiError> {
         let inside = inside.as_ref();
         let handle = self
-            .open_with(inside, OFlag::O_RDONLY | OFlag::O_NONBLOCK | OFlag::O_NOCTTY)
+            .open_with(inside, OFlag::O_RDONLY | OFlag::O_NONBLOCK | OFlag::O_NOCTTY, Mode::empty())
             .map_err(io_error("open", self.host_path(inside)))?;
         let file = File::from(handle);
         let kind = file.metadata().map_err(io_error::<io::Error>("stat", self.host_path(inside)))?.file_type();
@@ -138,7 +138,7 @@ impl Root {
     pub fn list(&self, inside: impl AsRef<Path>) -> Result<Vec<OsString>, CdiError> {
         let inside = inside.as_ref();
         let flags = OFlag::O_RDONLY | OFlag::O_DIRECTORY;
-        let handle = match self.open_with(inside, flags) {
+        let handle = match self.open_with(inside, flags, Mode::empty()) {
             Err(Errno::ENOENT | Errno::ENOTDIR) => return Ok(Vec::new()),
             other => other.map_err(io_error("open", self.host_path(inside)))?,
         };
@@ -172,7 +172,7 @@ impl Root {
     /// Opens a path as a handle to stat or link, not to read, or `None` where it leads nowhere.
     pub fn open_path(&self, inside: impl AsRef<Path>) -> Result<Option<File>, CdiError> {
         let inside = inside.as_ref();
-        match self.open_with(inside, OFlag::O_PATH) {
+        match self.open_with(inside, OFlag::O_PATH, Mode::empty()) {
             Err(Errno::ENOENT | Errno::ENOTDIR) => Ok(None),
             other => other.map(|handle| Some(File::from(handle))).map_err(io_error("open", self.host_path(inside))),
         }

@@ -31,6 +31,7 @@ use crate::{
     enforce::{self, Given},
     environment::{self, Granted},
     error::io_error,
+    exec::Held,
     hooks,
     identity::{ContainerKind, Identity},
     policy::Policy,
@@ -42,13 +43,13 @@ use crate::{
 /// No engine writes a longer `config.json`; reading one would only hurt us.
 const MAX_CONFIG_BYTES: u64 = 64 << 20;
 
-/// What a container was made to be; processes that exec adds later are held to the same.
+/// What a container was made to be.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Outcome {
-    /// What its environment says.
-    pub granted: Granted,
-    /// Capabilities that no process of it has.
-    pub dropped_capabilities: Vec<String>,
+    /// What its processes are held to, those too that exec adds later.
+    pub held: Held,
+    /// It has no PID namespace of its own, so its processes outlive its init.
+    pub shares_pids: bool,
 }
 
 /// A bundle that a container is to be made from.
@@ -228,16 +229,15 @@ fn finish(
     let (edits, granted) =
         prepared.map_or_else(Default::default, |prepared| (prepared.edits.clone(), prepared.granted.clone()));
     let containers = policy.state_dir.join("containers");
-    let host_pids = shares_host_pids(before);
+    let dropped_capabilities = enforce::dropped_capabilities(before, &granted, shares_host_pids(before), policy);
     let given = Given {
         edits: &edits,
         granted: &granted,
         devices: &devices,
-        host_pids,
+        dropped_capabilities: &dropped_capabilities,
         policy,
         mount_sources: &[&policy.stage_dir, &containers],
     };
-    let dropped_capabilities = enforce::dropped_capabilities(before, &granted, host_pids, policy);
     let mut after = enforce::enforce(before.clone(), &given)?;
     if prepared.is_some() && !bundle.restored {
         hooks::add_own(&mut after, folder.path(), &runtime_path::hook(policy)?, bundle.clean_up_by_hook)?;
@@ -263,7 +263,7 @@ fn finish(
     if after != *before {
         write_config(file, &after)?;
     }
-    Ok(Outcome { granted, dropped_capabilities })
+    Ok(Outcome { held: Held { granted, dropped_capabilities }, shares_pids: shares_pids(before) })
 }
 
 fn read_config(file: &Path) -> Result<Value, EnforceError> {
@@ -304,13 +304,21 @@ fn annotations(spec: &Value, file: &Path) -> Result<Map<String, Value>, EnforceE
     }
 }
 
+/// The path of the PID namespace that the container gets: empty for one of its own, none where none is named.
+fn pid_namespace(spec: &Value) -> Option<&str> {
+    let mut namespaces = spec.pointer("/linux/namespaces")?.as_array()?.iter();
+    let named = namespaces.find(|namespace| namespace["type"] == "pid")?;
+    Some(named["path"].as_str().unwrap_or_default())
+}
+
+/// Whether the container gets no PID namespace of its own.
+fn shares_pids(spec: &Value) -> bool {
+    pid_namespace(spec) != Some("")
+}
+
 /// Whether the container gets no PID namespace but the host's: none is named, or the host's own by its path.
 fn shares_host_pids(spec: &Value) -> bool {
-    let namespaces = spec.pointer("/linux/namespaces").and_then(Value::as_array);
-    let Some(own) = namespaces.and_then(|list| list.iter().find(|namespace| namespace["type"] == "pid")) else {
-        return true;
-    };
-    let path = own["path"].as_str().unwrap_or_default();
+    let Some(path) = pid_namespace(spec) else { return true };
     let identity = |path: &str| fs::metadata(path).map(|metadata| (metadata.dev(), metadata.ino())).ok();
     !path.is_empty() && identity(path) == identity("/proc/self/ns/pid")
 }

@@ -21,8 +21,8 @@ pub struct Given<'a> {
     pub granted: &'a Granted,
     /// All GPU devices of the node.
     pub devices: &'a Devices,
-    /// Whether the container is in the host's PID namespace.
-    pub host_pids: bool,
+    /// Capabilities that no process of it may have, as [`dropped_capabilities`] says.
+    pub dropped_capabilities: &'a [String],
     /// The node's policy.
     pub policy: &'a Policy,
     /// The host's folders that only we mount from.
@@ -46,14 +46,13 @@ pub fn dropped_capabilities(spec: &Value, granted: &Granted, host_pids: bool, po
 
 /// Applies a grant to a spec. Twice is as once.
 pub fn enforce(mut spec: Value, given: &Given<'_>) -> Result<Value, EnforceError> {
-    let Given { edits, granted, devices, host_pids, policy, mount_sources } = given;
+    let Given { edits, granted, devices, dropped_capabilities, policy, mount_sources } = given;
     let has_grant = !granted.visible.is_empty();
     let privileged = device_rules::allows_by_default(&spec);
     if privileged && policy.privileged == Privileged::Deny {
         return Err(EnforceError::Privileged);
     }
     let trusted = privileged && policy.privileged == Privileged::Allow;
-    let dropped = dropped_capabilities(&spec, granted, *host_pids, policy);
 
     hooks::remove(&mut spec)?;
     if !trusted {
@@ -68,7 +67,7 @@ pub fn enforce(mut spec: Value, given: &Given<'_>) -> Result<Value, EnforceError
     }
     let Some(process) = spec.get_mut("process").filter(|process| !process.is_null()) else { return Ok(spec) };
     environment::rewrite(process, granted)?;
-    capabilities::drop(process, &dropped)?;
+    capabilities::drop(process, dropped_capabilities)?;
     if has_grant && policy.no_new_privileges {
         capabilities::forbid_new_privileges(process);
     }
@@ -104,7 +103,12 @@ mod tests {
             edits,
             granted,
             devices: &devices(),
-            host_pids: !spec["linux"]["namespaces"].is_array(),
+            dropped_capabilities: &dropped_capabilities(
+                &spec,
+                granted,
+                !spec["linux"]["namespaces"].is_array(),
+                policy,
+            ),
             policy,
             mount_sources: &[Path::new("/var/lib/gpufence/stage")],
         };

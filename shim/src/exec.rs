@@ -21,13 +21,21 @@ use crate::{
 /// No engine writes a longer process.
 const MAX_BYTES: u64 = 16 << 20;
 
-/// What an added process is held to.
-#[derive(Debug, Clone, PartialEq, Eq)]
+/// What every process of a container is held to.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Held {
     /// What its environment is to say.
     pub granted: Granted,
     /// Capabilities that it must not have.
     pub dropped_capabilities: Vec<String>,
+}
+
+impl Held {
+    /// Holds a process, as the OCI specification writes one.
+    pub fn hold(&self, process: &mut Value) -> Result<(), EnforceError> {
+        environment::rewrite(process, &self.granted)?;
+        capabilities::drop(process, &self.dropped_capabilities)
+    }
 }
 
 /// What a container's record holds its later processes to. A container that has none has no grant; whether it is
@@ -72,8 +80,7 @@ pub fn enforce_file(held: &Held, file: &Path) -> Result<(), EnforceError> {
         return Err(wrong("not a JSON object".into()));
     }
     let mut process = before.clone();
-    environment::rewrite(&mut process, &held.granted)?;
-    capabilities::drop(&mut process, &held.dropped_capabilities)?;
+    held.hold(&mut process)?;
     if process != before {
         let mut write = || {
             input.set_len(0)?;

@@ -9,8 +9,6 @@ use super::{Wanted, file, toml};
 
 const RUNTIME_TYPE: &str = "io.containerd.gpufence.v1";
 const NAME: &str = "gpufence";
-/// What a line that we changed ends in, before the value that it had.
-const WAS: &str = "# gpufence, was: ";
 
 /// The plugin that runs Pods, by the file's version.
 fn plugin(document: &DocumentMut) -> Result<&'static str> {
@@ -53,15 +51,7 @@ pub fn add(text: &str, wanted: &Wanted) -> Result<String> {
     if wanted.default_runtime {
         let path = ["plugins", plugin, "containerd"];
         let containerd = toml::table(&mut document, &path)?;
-        containerd.set_implicit(false);
-        let before = containerd.get("default_runtime_name").and_then(Item::as_str).map(str::to_owned);
-        if before.as_deref() != Some(NAME) {
-            let mut name = value(NAME);
-            if let Some(new) = name.as_value_mut() {
-                new.decor_mut().set_suffix(format!(" {WAS}{}", before.unwrap_or_default()));
-            }
-            containerd["default_runtime_name"] = name;
-        }
+        toml::set_default(containerd, "default_runtime_name", NAME);
     }
     Ok(document.to_string())
 }
@@ -120,17 +110,7 @@ pub fn remove(text: &str) -> Result<Option<String>> {
         runtimes.remove(NAME);
     }
     if let Some(containerd) = toml::find(&mut document, &path[..3]) {
-        let ours = containerd.get("default_runtime_name").and_then(Item::as_value);
-        let was = ours.and_then(|ours| ours.decor().suffix()?.as_str()?.split(WAS).nth(1).map(str::to_owned));
-        match was.as_deref() {
-            Some("") => {
-                containerd.remove("default_runtime_name");
-                let only_on_the_way = containerd.iter().all(|(_, item)| item.is_table());
-                containerd.set_implicit(only_on_the_way);
-            }
-            Some(name) => containerd["default_runtime_name"] = value(name.trim()),
-            None => {}
-        }
+        toml::restore_default(containerd, "default_runtime_name");
     }
     toml::prune(&mut document, &path);
     let nothing_else = document.iter().all(|(key, _)| key == "version");

@@ -6,7 +6,6 @@ use toml_edit::{Array, Item, value};
 use super::{Wanted, toml};
 
 const NAME: &str = "gpufence";
-const WAS: &str = "# gpufence, was: ";
 
 /// With our runtime.
 pub fn add(text: &str, wanted: &Wanted) -> Result<String> {
@@ -19,15 +18,7 @@ pub fn add(text: &str, wanted: &Wanted) -> Result<String> {
     }
     if wanted.default_runtime {
         let engine = toml::table(&mut document, &["engine"])?;
-        engine.set_implicit(false);
-        let before = engine.get("runtime").and_then(Item::as_str).map(str::to_owned);
-        if before.as_deref() != Some(NAME) {
-            let mut name = value(NAME);
-            if let Some(new) = name.as_value_mut() {
-                new.decor_mut().set_suffix(format!(" {WAS}{}", before.unwrap_or_default()));
-            }
-            engine["runtime"] = name;
-        }
+        toml::set_default(engine, "runtime", NAME);
     }
     Ok(document.to_string())
 }
@@ -43,17 +34,7 @@ pub fn remove(text: &str) -> Result<Option<String>> {
         }
     }
     if let Some(engine) = toml::find(&mut document, &path[..1]) {
-        let ours = engine.get("runtime").and_then(Item::as_value);
-        let was = ours.and_then(|ours| ours.decor().suffix()?.as_str()?.split(WAS).nth(1).map(str::to_owned));
-        match was.as_deref() {
-            Some("") => {
-                engine.remove("runtime");
-                let only_on_the_way = engine.iter().all(|(_, item)| item.is_table());
-                engine.set_implicit(only_on_the_way);
-            }
-            Some(name) => engine["runtime"] = value(name.trim()),
-            None => {}
-        }
+        toml::restore_default(engine, "runtime");
     }
     toml::prune(&mut document, &path);
     Ok(toml::text(&document))

@@ -32,6 +32,35 @@ pub fn table<'a>(document: &'a mut DocumentMut, path: &[&str]) -> Result<&'a mut
     Ok(table)
 }
 
+/// What a line that we changed ends in, before the value that it had.
+const WAS: &str = "# gpufence, was: ";
+
+/// Makes ours the default that `key` names, and keeps the one that was there.
+pub fn set_default(table: &mut Table, key: &str, ours: &str) {
+    table.set_implicit(false);
+    let before = table.get(key).and_then(Item::as_str).map(str::to_owned);
+    if before.as_deref() != Some(ours) {
+        let mut name = toml_edit::Value::from(ours);
+        name.decor_mut().set_suffix(format!(" {WAS}{}", before.unwrap_or_default()));
+        table[key] = Item::Value(name);
+    }
+}
+
+/// Takes back what [`set_default`] did.
+pub fn restore_default(table: &mut Table, key: &str) {
+    let ours = table.get(key).and_then(Item::as_value);
+    let was = ours.and_then(|ours| ours.decor().suffix()?.as_str()?.split(WAS).nth(1).map(str::to_owned));
+    match was.as_deref() {
+        Some("") => {
+            table.remove(key);
+            let only_on_the_way = table.iter().all(|(_, item)| item.is_table());
+            table.set_implicit(only_on_the_way);
+        }
+        Some(name) => table[key] = toml_edit::value(name.trim()),
+        None => {}
+    }
+}
+
 /// A table by its path, if it is there.
 pub fn find<'a>(document: &'a mut DocumentMut, path: &[&str]) -> Option<&'a mut Table> {
     path.iter().try_fold(document.as_table_mut(), |table, name| table.get_mut(name)?.as_table_mut())

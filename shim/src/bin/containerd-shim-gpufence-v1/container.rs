@@ -48,8 +48,6 @@ pub struct Container {
     /// What its processes are held to.
     pub outcome: Outcome,
     pub init: Arc<Process>,
-    /// It has no PID namespace of its own, so its processes outlive its init.
-    pub shares_pids: bool,
     execs: Mutex<HashMap<String, Arc<Process>>>,
     cgroup: Mutex<Option<Cgroup>>,
     oom_told: AtomicU64,
@@ -105,7 +103,6 @@ impl Container {
         };
         let container = Self {
             id: request.id.clone(),
-            shares_pids: shares_pids(&bundle)?,
             bundle,
             runtime,
             options,
@@ -274,15 +271,6 @@ impl Container {
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// Whether the spec gives the container no PID namespace of its own.
-fn shares_pids(bundle: &Path) -> Result<bool, Failure> {
-    let spec: Value = serde_json::from_slice(&fs::read(bundle.join("config.json"))?)?;
-    let namespaces = spec.pointer("/linux/namespaces").and_then(Value::as_array);
-    let own =
-        |namespace: &Value| namespace["type"] == "pid" && namespace["path"].as_str().unwrap_or_default().is_empty();
-    Ok(!namespaces.is_some_and(|namespaces| namespaces.iter().any(own)))
 }
 
 /// Enforces the grant on a thread of its own: a stage that has to be built takes its time, and others are served

@@ -180,7 +180,7 @@ fn tell_of_oom(publisher: &Publisher, container: &Container) {
 async fn end(publisher: &Publisher, container: &Arc<Container>, process: &Process, exit: Exit) {
     if process.exec_id.is_empty() {
         tell_of_oom(publisher, container);
-        if container.shares_pids
+        if container.outcome.shares_pids
             && let Err(error) = container.call(&["kill", "--all", &container.id, "KILL"]).await
         {
             log::debug!("kill what is left of {}: {error}", container.id);
@@ -340,10 +340,7 @@ impl Task for Service {
         let spec = request.spec.as_ref().map(|any| any.value.as_slice()).unwrap_or_default();
         let mut spec: Value = serde_json::from_slice(spec)
             .map_err(|error| invalid(format!("the process of exec is not JSON: {error}")))?;
-        let outcome = &container.outcome;
-        gpufence_shim::environment::rewrite(&mut spec, &outcome.granted)
-            .and_then(|()| gpufence_shim::capabilities::drop(&mut spec, &outcome.dropped_capabilities))
-            .map_err(|error| invalid(format!("gpufence: {error}")))?;
+        container.outcome.held.hold(&mut spec).map_err(|error| invalid(format!("gpufence: {error}")))?;
         let addresses = Addresses {
             stdin: request.stdin,
             stdout: request.stdout,

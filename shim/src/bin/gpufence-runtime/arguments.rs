@@ -112,6 +112,11 @@ fn flag(word: &OsStr) -> Option<(String, Option<OsString>)> {
     Some((String::from_utf8_lossy(name).into_owned(), value))
 }
 
+/// The value of a flag that has none in its own word.
+fn next_word(name: &str, words: &mut impl Iterator<Item = OsString>) -> Result<OsString, String> {
+    words.next().ok_or_else(|| format!("--{name} has no value"))
+}
+
 /// Reads a command line.
 pub fn parse(words: Vec<OsString>) -> Result<Call, String> {
     let mut call = Call::default();
@@ -135,7 +140,7 @@ pub fn parse(words: Vec<OsString>) -> Result<Call, String> {
         }
         let value = match (takes_value, written) {
             (true, None) => {
-                let next = words.next().ok_or_else(|| format!("--{name} has no value"))?;
+                let next = next_word(&name, &mut words)?;
                 if !ours {
                     call.passed_on.extend([word, next.clone()]);
                 }
@@ -189,10 +194,7 @@ fn exec(words: Vec<OsString>) -> Result<Verb, String> {
             return Err(format!("the flag --{name} of exec is not known; leave it out"));
         }
         if takes_value {
-            let value = match written {
-                Some(value) => value,
-                None => words.next().ok_or_else(|| format!("--{name} has no value"))?,
-            };
+            let value = written.map_or_else(|| next_word(&name, &mut words), Ok)?;
             match name.as_str() {
                 "process" | "p" => process = Some(value.into()),
                 "cap" | "c" => added_capabilities.push(value.to_string_lossy().into_owned()),
@@ -232,10 +234,7 @@ fn create(command: &str, words: Vec<OsString>) -> Result<Verb, String> {
             return Err(format!("the flag --{name} of {command} is not known; leave it out"));
         }
         if takes_value {
-            let value = match written {
-                Some(value) => value,
-                None => words.next().ok_or_else(|| format!("--{name} has no value"))?,
-            };
+            let value = written.map_or_else(|| next_word(&name, &mut words), Ok)?;
             if name == "bundle" || name == "b" {
                 bundle = value.into();
             }
