@@ -227,7 +227,7 @@ fn read_limits() -> Result<Vec<LimitSeen>> {
         memory_mib: limit.memory_bytes >> 20,
         compute_percent: limit.compute_percent,
     };
-    Ok(limits::read(&text).with_context(|| format!("read {LIMITS}"))?.into_iter().map(seen).collect())
+    Ok(limits::read(&text).with_context(|| format!("read {LIMITS}"))?.gpus.into_iter().map(seen).collect())
 }
 
 fn read_capabilities() -> Result<BTreeMap<String, Vec<String>>> {

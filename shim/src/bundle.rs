@@ -22,7 +22,7 @@ use gpufence_cdi::{
 use gpufence_grant::{
     GpuReference, Share,
     annotation::{self, AnnotatedGrant},
-    limits::{self, Limit},
+    limits::{self, Limit, Limits},
 };
 use serde_json::{Map, Value};
 
@@ -203,7 +203,7 @@ fn prepare(
         edits,
         granted: Granted { visible, capabilities: options.capabilities },
         record,
-        limits: limits::write(&limits),
+        limits: limits::write(&Limits { gpus: limits, on_failure: policy.memory.on_limiter_failure }),
         loader_files,
         mount_points,
     })
