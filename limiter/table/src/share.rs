@@ -1,7 +1,7 @@
 //! A container's limits and usage, as a process finds them.
 
 use core::{
-    ffi::CStr,
+    ffi::{CStr, c_void},
     ptr,
     sync::atomic::{AtomicBool, AtomicPtr, AtomicU8, AtomicU32, Ordering},
 };
@@ -43,7 +43,7 @@ pub struct Own {
     /// Held for a few instructions by one of its threads.
     lock: AtomicU32,
     /// The library's own book, which the lock guards.
-    pub book: AtomicPtr<u8>,
+    pub book: AtomicPtr<c_void>,
     /// Which of the limits' GPUs the device of a number is, and one; 0: not yet known.
     pub devices: [AtomicU8; MAX_GPUS],
 }

@@ -2,7 +2,7 @@
 //!
 //! Each gives the kernel's answer: a negative number is an error.
 
-use core::ffi::CStr;
+use core::ffi::{CStr, c_void};
 
 /// Read and write, closed on exec.
 pub const O_RDWR_CLOEXEC: usize = 0o2 | 0o2_000_000;
@@ -129,7 +129,7 @@ impl Descriptor {
     }
 
     /// mmap(2) of the file's first bytes, shared and writable.
-    pub fn map(&self, length: usize) -> Option<*mut u8> {
+    pub fn map(&self, length: usize) -> Option<*mut c_void> {
         map(length, 1, self.0)
     }
 }
@@ -141,7 +141,7 @@ impl Drop for Descriptor {
     }
 }
 
-fn map(length: usize, flags: usize, descriptor: usize) -> Option<*mut u8> {
+fn map(length: usize, flags: usize, descriptor: usize) -> Option<*mut c_void> {
     // SAFETY: a new mapping, at a place of the kernel's choice; PROT_READ and PROT_WRITE.
     let answer = unsafe { call(number::MMAP, [0, length, 3, flags, descriptor, 0]) };
     if (-4095..0).contains(&answer) {
@@ -152,13 +152,13 @@ fn map(length: usize, flags: usize, descriptor: usize) -> Option<*mut u8> {
 }
 
 /// Private memory of zeros.
-pub fn map_private(length: usize) -> Option<*mut u8> {
+pub fn map_private(length: usize) -> Option<*mut c_void> {
     // MAP_PRIVATE and MAP_ANONYMOUS.
     map(length, 0x22, usize::MAX)
 }
 
 /// Private memory of zeros, which is zeros again in a child after fork (`MADV_WIPEONFORK`, since Linux 4.14).
-pub fn map_wiped_on_fork(length: usize) -> Option<*mut u8> {
+pub fn map_wiped_on_fork(length: usize) -> Option<*mut c_void> {
     let memory = map_private(length)?;
     // SAFETY: the mapping is ours.
     let answer = unsafe { call(number::MADVISE, [memory as usize, length, 18, 0, 0, 0]) };
@@ -170,7 +170,7 @@ pub fn map_wiped_on_fork(length: usize) -> Option<*mut u8> {
 }
 
 /// munmap(2) of what one of the above gave.
-pub fn unmap(memory: *mut u8, length: usize) {
+pub fn unmap(memory: *mut c_void, length: usize) {
     // SAFETY: nobody else has it; callers unmap only what they never published or have replaced under their lock.
     unsafe { call(number::MUNMAP, [memory as usize, length, 0, 0, 0, 0]) };
 }

@@ -227,7 +227,7 @@ impl<W: Word, const GPUS: usize, const COUNT: usize> Table<W, GPUS, COUNT> {
         }
         for attempt in 0..TRIES {
             // Others that step back leave room again; a longer wait each time, and another for each slot.
-            let wait = ((slot as u64 + 1) * 2_654_435_761 >> 5) & ((1 << (attempt / 4).min(10)) - 1);
+            let wait = (((slot as u64 + 1) * 2_654_435_761) >> 5) & ((1 << (attempt / 4).min(10)) - 1);
             (0..wait).for_each(|_| hint::spin_loop());
             let sum = self.held(gpu);
             if sum.checked_add(size).is_some_and(|sum| sum <= limit) && self.try_once(own, gpu, size, limit) {
@@ -395,7 +395,7 @@ mod tests {
         assert_eq!(table.empty_dead(&asking, &alive), 2, "all whose /proc is the same and who aren't there");
         assert_eq!(table.held(0), 20);
         let full = (5..=7).map(|pid| table.claim(&owner(pid), &everyone));
-        assert_eq!(full.filter(Option::is_some).count(), 2);
+        assert_eq!(full.flatten().count(), 2);
         assert_eq!(table.claim(&owner(8), &everyone), None, "a full table");
     }
 
