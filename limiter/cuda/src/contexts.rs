@@ -1,0 +1,208 @@
+//! What the driver takes for a context, which no allocation asks for: some hundred megabytes, measured when it is made.
+
+use gpufence_limiter::{
+    log,
+    share::{Share, State, state},
+    text::Text,
+};
+
+use crate::{
+    account::{Gpu, Meets, current, on_device},
+    book::{Book, Entry, Kind},
+    driver,
+    entry::{CuResult, OUT_OF_MEMORY, SUCCESS, entry_points},
+};
+
+/// No context takes more; what a measurement says beyond it is a neighbour's doing, who allocated at the same time.
+const MOST: u64 = 1 << 30;
+/// `CU_LIMIT_PRINTF_FIFO_SIZE` and `CU_LIMIT_MALLOC_HEAP_SIZE`: limits whose whole size a context takes.
+const SIZED_LIMITS: [i32; 2] = [1, 2];
+
+entry_points! {
+    /// A context.
+    fn cuCtxCreate(context: *mut usize, flags: u32, device: i32) |real| {
+        create(device, || real(context, flags, device), || *context)
+    }
+
+    /// A context.
+    fn cuCtxCreate_v2(context: *mut usize, flags: u32, device: i32) |real| {
+        create(device, || real(context, flags, device), || *context)
+    }
+
+    /// A context with execution affinity.
+    fn cuCtxCreate_v3(
+        context: *mut usize, affinity: *mut core::ffi::c_void, count: i32, flags: u32, device: i32,
+    ) |real| {
+        create(device, || real(context, affinity, count, flags, device), || *context)
+    }
+
+    /// A context with parameters.
+    fn cuCtxCreate_v4(context: *mut usize, parameters: *mut core::ffi::c_void, flags: u32, device: i32) |real| {
+        create(device, || real(context, parameters, flags, device), || *context)
+    }
+
+    /// Frees a context and all that was allocated in it.
+    fn cuCtxDestroy(context: usize) |real| {
+        let answer = real(context);
+        if answer == SUCCESS {
+            gone(context);
+        }
+        answer
+    }
+
+    /// Frees a context and all that was allocated in it.
+    fn cuCtxDestroy_v2(context: usize) |real| {
+        let answer = real(context);
+        if answer == SUCCESS {
+            gone(context);
+        }
+        answer
+    }
+
+    /// One hold more on a device's primary context, which the first one makes.
+    fn cuDevicePrimaryCtxRetain(context: *mut usize, device: i32) |real| {
+        let (mut flags, mut active) = (0, 0);
+        if driver::primary_state(device, &raw mut flags, &raw mut active) == SUCCESS && active == 0 {
+            create_with(device, || real(context, device), || *context, |_| { driver::primary_release(device); })
+        } else {
+            let answer = real(context, device);
+            if answer == SUCCESS && let State::Limited(share) = state() {
+                Book::with(share, |book| book.find(Kind::Context, *context as u64).map(|entry| entry.references += 1));
+            }
+            answer
+        }
+    }
+
+    /// One hold less.
+    fn cuDevicePrimaryCtxRelease(device: i32) |real| {
+        released(device, || real(device))
+    }
+
+    /// One hold less.
+    fn cuDevicePrimaryCtxRelease_v2(device: i32) |real| {
+        released(device, || real(device))
+    }
+
+    /// Frees all that was allocated in it.
+    fn cuDevicePrimaryCtxReset(device: i32) |real| {
+        released(device, || real(device))
+    }
+
+    /// Frees all that was allocated in it.
+    fn cuDevicePrimaryCtxReset_v2(device: i32) |real| {
+        released(device, || real(device))
+    }
+
+    /// Some of a context's limits are memory: the heap of the device's own malloc, and printf's buffer.
+    fn cuCtxSetLimit(limit: i32, value: usize) |real| {
+        match (SIZED_LIMITS.contains(&limit), current()) {
+            (false, _) | (true, Meets::Nothing) => real(limit, value),
+            (true, Meets::Refusal) => OUT_OF_MEMORY,
+            (true, Meets::Limit(gpu)) => set_limit(gpu, limit, value, || real(limit, value)),
+        }
+    }
+}
+
+fn create(device: i32, make: impl FnOnce() -> CuResult, context: impl Fn() -> usize) -> CuResult {
+    // SAFETY: the context that was just made.
+    create_with(device, make, context, |context| unsafe {
+        driver::ctx_destroy(context);
+    })
+}
+
+/// Makes a context, measures it, and takes it back with `destroy` where it doesn't fit.
+fn create_with(
+    device: i32,
+    make: impl FnOnce() -> CuResult,
+    context: impl Fn() -> usize,
+    destroy: impl FnOnce(usize),
+) -> CuResult {
+    let gpu = match on_device(device) {
+        Meets::Nothing => return make(),
+        Meets::Refusal => return OUT_OF_MEMORY,
+        Meets::Limit(gpu) => gpu,
+    };
+    let mut name = Text::<72>::default();
+    name.push(gpu.share.limits.gpus()[gpu.number].name());
+    name.push(b"\0");
+    let used = || driver::device_memory_used(name.as_bytes());
+    let before = used();
+    let answer = make();
+    if answer != SUCCESS {
+        return answer;
+    }
+    let size = before.and_then(|before| Some(used()?.saturating_sub(before).min(MOST))).unwrap_or(0);
+    if !gpu.reserve(size) {
+        let mut text = Text::<24>::default();
+        text.push_number(size >> 20);
+        let text = core::str::from_utf8(text.as_bytes()).unwrap_or_default();
+        log::line(&["the driver takes ", text, " MiB for a context, which is more than is left of the GPU memory granted"]);
+        destroy(context());
+        return gpu.deny();
+    }
+    let handle = context() as u64;
+    gpu.book(|book| book.insert(Entry::new(Kind::Context, handle, gpu.number, size, handle)));
+    answer
+}
+
+/// A hold on a primary context was given up, or it was reset. If that ended it, all that was in it is free.
+fn released(device: i32, real: impl FnOnce() -> CuResult) -> CuResult {
+    let State::Limited(share) = state() else { return real() };
+    let context = driver::primary_context(device) as u64;
+    let answer = real();
+    let (mut flags, mut active) = (0, 1);
+    // SAFETY: each writes one number.
+    let known = unsafe { driver::primary_state(device, &raw mut flags, &raw mut active) } == SUCCESS;
+    if answer == SUCCESS && known && active == 0 && context != 0 {
+        drop_entries(share, context);
+    }
+    answer
+}
+
+fn gone(context: usize) {
+    if let State::Limited(share) = state() {
+        drop_entries(share, context as u64);
+    }
+}
+
+fn drop_entries(share: &'static Share, context: u64) {
+    const IN_CONTEXT: [u8; 4] = [Kind::Pointer as u8, Kind::Array as u8, Kind::Context as u8, Kind::ContextLimit as u8];
+    Book::with(share, |book| {
+        book.remove_where(
+            |entry, kind| entry.holder == context && IN_CONTEXT.contains(&kind),
+            |entry| share.give_back(usize::from(entry.gpu), entry.size),
+        );
+    });
+}
+
+/// What the limit had before is in what was measured for the context, or in the book.
+fn set_limit(gpu: Gpu, limit: i32, value: usize, set: impl FnOnce() -> CuResult) -> CuResult {
+    let mut before = 0;
+    // SAFETY: it writes one size.
+    if unsafe { driver::ctx_get_limit(&raw mut before, limit) } != SUCCESS {
+        before = 0;
+    }
+    let more = value.saturating_sub(before) as u64;
+    if !gpu.reserve(more) {
+        return gpu.deny();
+    }
+    let answer = set();
+    if answer != SUCCESS {
+        gpu.give_back(more);
+        return answer;
+    }
+    let context = driver::current_context() as u64;
+    let key = context.wrapping_add(u64::from(limit.unsigned_abs()));
+    let less = before.saturating_sub(value) as u64;
+    let over = gpu.book(|book| {
+        let Some(entry) = book.find(Kind::ContextLimit, key) else {
+            book.insert(Entry::new(Kind::ContextLimit, key, gpu.number, more, context));
+            return 0;
+        };
+        let over = less.min(entry.size);
+        entry.size = entry.size - over + more;
+        over
+    });
+    gpu.give_back(over.unwrap_or(0));
+    answer
+}

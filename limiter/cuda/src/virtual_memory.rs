@@ -1,0 +1,106 @@
+//! cuMemCreate and its kin: physical memory, which its handles and its mappings keep.
+
+use gpufence_limiter::share::{State, state};
+
+use crate::{
+    account::{self, Meets, on_device},
+    book::{Book, Entry, Kind},
+    entry::{SUCCESS, entry_points},
+    pools::ON_DEVICE,
+};
+
+/// The beginning of CUmemAllocationProp.
+#[repr(C)]
+#[derive(Debug)]
+pub struct AllocationProperties {
+    kind: i32,
+    handle_kinds: i32,
+    location_kind: i32,
+    location: i32,
+}
+
+entry_points! {
+    /// Physical memory.
+    fn cuMemCreate(handle: *mut u64, size: usize, properties: *const AllocationProperties, flags: u64) |real| {
+        // On the host it isn't the GPU's.
+        let on_gpu = !properties.is_null() && (*properties).location_kind == ON_DEVICE;
+        let meets = if on_gpu { on_device((*properties).location) } else { Meets::Nothing };
+        account::allocate(meets, Kind::Physical, size as u64, || real(handle, size, properties, flags), || *handle)
+    }
+
+    /// One handle less.
+    fn cuMemRelease(handle: u64) |real| {
+        let answer = real(handle);
+        if answer == SUCCESS {
+            change(handle, |entry| entry.references = entry.references.saturating_sub(1));
+        }
+        answer
+    }
+
+    /// One handle more, of what is mapped at an address.
+    fn cuMemRetainAllocationHandle(handle: *mut u64, address: *mut core::ffi::c_void) |real| {
+        let answer = real(handle, address);
+        if answer == SUCCESS {
+            change(*handle, |entry| entry.references += 1);
+        }
+        answer
+    }
+
+    /// One mapping more.
+    fn cuMemMap(address: u64, size: usize, offset: usize, handle: u64, flags: u64) |real| {
+        let answer = real(address, size, offset, handle, flags);
+        if answer == SUCCESS && let State::Limited(share) = state() {
+            Book::with(share, |book| {
+                let Some(physical) = book.find(Kind::Physical, handle) else { return };
+                physical.holder += 1;
+                let gpu = usize::from(physical.gpu);
+                book.insert(Entry::new(Kind::Mapping, address, gpu, size as u64, handle));
+            });
+        }
+        answer
+    }
+
+    /// Ends all mappings in a range.
+    fn cuMemUnmap(address: u64, size: usize) |real| {
+        let State::Limited(share) = state() else { return real(address, size) };
+        // They leave the book first: once unmapped, the range may be another thread's. What it keeps stays counted until it
+        // is unmapped indeed.
+        let exact = Book::with(share, |book| book.remove(Kind::Mapping, address)).flatten();
+        let several = exact.is_none_or(|entry| entry.size != size as u64);
+        let answer = real(address, size);
+        if answer != SUCCESS {
+            if let Some(entry) = exact {
+                Book::with(share, |book| book.insert(entry));
+            }
+            return answer;
+        }
+        if let Some(entry) = exact {
+            unmapped(entry);
+        }
+        if several {
+            let range = address..address.saturating_add(size as u64);
+            while let Some(entry) = Book::with(share, |book| book.remove_in(Kind::Mapping, &range)).flatten() {
+                unmapped(entry);
+            }
+        }
+        answer
+    }
+}
+
+/// A mapping has ended.
+fn unmapped(mapping: Entry) {
+    change(mapping.holder, |physical| physical.holder = physical.holder.saturating_sub(1));
+}
+
+/// Changes what is known of physical memory, and gives it back where nothing keeps it any more.
+fn change(handle: u64, work: impl FnOnce(&mut Entry)) {
+    let State::Limited(share) = state() else { return };
+    let gone = Book::with(share, |book| {
+        let entry = book.find(Kind::Physical, handle)?;
+        work(entry);
+        if entry.references == 0 && entry.holder == 0 { book.remove(Kind::Physical, handle) } else { None }
+    });
+    if let Some(Some(entry)) = gone {
+        share.give_back(usize::from(entry.gpu), entry.size);
+    }
+}
