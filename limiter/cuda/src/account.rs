@@ -9,9 +9,8 @@ use gpufence_limiter::{
 
 use crate::{
     book::{Book, Entry, Kind},
-    driver,
-    entry::{CuResult, DEINITIALIZED, INVALID_CONTEXT, NOT_FOUND, NOT_INITIALIZED, OUT_OF_MEMORY, SUCCESS},
-    pools,
+    driver, pools,
+    result::{CuResult, DEINITIALIZED, INVALID_CONTEXT, NOT_FOUND, NOT_INITIALIZED, OUT_OF_MEMORY, SUCCESS},
 };
 
 /// What an allocation meets.
@@ -93,7 +92,8 @@ fn find(share: &Share, device: i32) -> Option<usize> {
     if answer != SUCCESS {
         return None;
     }
-    let by_uuid = [&b"GPU-"[..], b"MIG-"].iter().find_map(|start| share.limits.find(text::uuid(&bytes, start).as_bytes()));
+    let by_uuid =
+        [&b"GPU-"[..], b"MIG-"].iter().find_map(|start| share.limits.find(text::uuid(&bytes, start).as_bytes()));
     by_uuid.or_else(|| {
         let only = share.limits.gpus().len() == 1;
         let names_a_uuid = share.limits.gpus().first()?.name().get(4..).is_some_and(|rest| rest.len() == 36);
@@ -131,7 +131,13 @@ impl Gpu {
 }
 
 /// Makes an allocation of a known size, with `make`, and writes it into the book, by the key that `key` then reads.
-pub fn allocate(meets: Meets, kind: Kind, size: u64, make: impl FnOnce() -> CuResult, key: impl FnOnce() -> u64) -> CuResult {
+pub fn allocate(
+    meets: Meets,
+    kind: Kind,
+    size: u64,
+    make: impl FnOnce() -> CuResult,
+    key: impl FnOnce() -> u64,
+) -> CuResult {
     let gpu = match meets {
         Meets::Nothing => return make(),
         Meets::Refusal => return OUT_OF_MEMORY,
@@ -155,7 +161,8 @@ pub fn allocate(meets: Meets, kind: Kind, size: u64, make: impl FnOnce() -> CuRe
 /// same pointer may be another thread's.
 pub fn free(kinds: &[Kind], key: u64, free: impl FnOnce() -> CuResult) -> CuResult {
     let State::Limited(share) = state() else { return free() };
-    let entry = Book::with(share, |book| kinds.iter().find_map(|kind| Some((*kind, book.remove(*kind, key)?)))).flatten();
+    let entry =
+        Book::with(share, |book| kinds.iter().find_map(|kind| Some((*kind, book.remove(*kind, key)?)))).flatten();
     let answer = free();
     if let Some((kind, entry)) = entry {
         if answer == SUCCESS {

@@ -3,7 +3,6 @@
 use crate::{
     account::{self, Meets, current, free},
     book::Kind,
-    entry::entry_points,
 };
 
 /// CUDA_ARRAY_DESCRIPTOR of CUDA 3.1 and before.
@@ -79,7 +78,12 @@ impl Extent {
 
     fn bytes_of_levels(self, levels: u32) -> u64 {
         let half = |size: u64, level: u32| if size == 0 { 0 } else { (size >> level.min(63)).max(1) };
-        let level = |level| Self { width: half(self.width, level), height: half(self.height, level), depth: self.depth, ..self };
+        let level = |level| Self {
+            width: half(self.width, level),
+            height: half(self.height, level),
+            depth: self.depth,
+            ..self
+        };
         (0..levels.clamp(1, 64)).fold(0_u64, |sum, number| sum.saturating_add(level(number).bytes()))
     }
 }
@@ -96,7 +100,7 @@ fn format_bytes(format: i32) -> u64 {
     }
 }
 
-entry_points! {
+gpufence_limiter::entry_points! { crate::result::DRIVER, crate::result::NOT_FOUND;
     /// An array of one or two dimensions.
     fn cuArrayCreate(array: *mut u64, descriptor: *const Descriptor1) |real| {
         let size = descriptor.as_ref().map_or(0, |d| Extent::of(d.width as usize, d.height as usize, 1, d.format, d.channels).bytes());

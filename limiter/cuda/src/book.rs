@@ -158,8 +158,7 @@ impl Book {
 
     /// Takes out an entry of a kind with a key in a range.
     pub fn remove_in(&mut self, kind: Kind, range: &core::ops::Range<u64>) -> Option<Entry> {
-        let position =
-            self.places().iter().position(|entry| entry.kind == kind as u8 && range.contains(&entry.key))?;
+        let position = self.places().iter().position(|entry| entry.kind == kind as u8 && range.contains(&entry.key))?;
         Some(self.take(position))
     }
 

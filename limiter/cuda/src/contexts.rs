@@ -10,7 +10,7 @@ use crate::{
     account::{Gpu, Meets, current, on_device},
     book::{Book, Entry, Kind},
     driver,
-    entry::{CuResult, OUT_OF_MEMORY, SUCCESS, entry_points},
+    result::{CuResult, OUT_OF_MEMORY, SUCCESS},
 };
 
 /// No context takes more; what a measurement says beyond it is a neighbour's doing, who allocated at the same time.
@@ -18,7 +18,7 @@ const MOST: u64 = 1 << 30;
 /// `CU_LIMIT_PRINTF_FIFO_SIZE` and `CU_LIMIT_MALLOC_HEAP_SIZE`: limits whose whole size a context takes.
 const SIZED_LIMITS: [i32; 2] = [1, 2];
 
-entry_points! {
+gpufence_limiter::entry_points! { crate::result::DRIVER, crate::result::NOT_FOUND;
     /// A context.
     fn cuCtxCreate(context: *mut usize, flags: u32, device: i32) |real| {
         create(device, || real(context, flags, device), || *context)
@@ -136,7 +136,11 @@ fn create_with(
         let mut text = Text::<24>::default();
         text.push_number(size >> 20);
         let text = core::str::from_utf8(text.as_bytes()).unwrap_or_default();
-        log::line(&["the driver takes ", text, " MiB for a context, which is more than is left of the GPU memory granted"]);
+        log::line(&[
+            "the driver takes ",
+            text,
+            " MiB for a context, which is more than is left of the GPU memory granted",
+        ]);
         destroy(context());
         return gpu.deny();
     }

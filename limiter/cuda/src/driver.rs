@@ -4,7 +4,7 @@ use core::ffi::{c_char, c_void};
 
 use gpufence_limiter::hook::Library;
 
-use crate::entry::{DRIVER, SUCCESS, real_functions};
+use crate::result::{DRIVER, SUCCESS};
 
 /// The real NVML, which is there in every container that has the limiter.
 static NVML: Library = Library::new(c"libnvidia-ml-driver.so.1");
@@ -16,7 +16,7 @@ const POOL_USED: i32 = 7;
 /// `CU_GRAPH_MEM_ATTR_RESERVED_MEM_CURRENT`.
 const GRAPH_RESERVED: i32 = 2;
 
-real_functions! { DRIVER;
+gpufence_limiter::real_functions! { DRIVER, crate::result::NOT_FOUND;
     fn ctx_get_device as cuCtxGetDevice(device: *mut i32);
     fn ctx_get_current as cuCtxGetCurrent(context: *mut usize);
     fn ctx_synchronize as cuCtxSynchronize();
@@ -45,7 +45,7 @@ real_functions! { DRIVER;
     fn event_elapsed as cuEventElapsedTime(milliseconds: *mut f32, start: usize, end: usize);
 }
 
-real_functions! { NVML;
+gpufence_limiter::real_functions! { NVML, crate::result::NOT_FOUND;
     fn nvml_init as nvmlInit_v2();
     fn nvml_handle as nvmlDeviceGetHandleByUUID(uuid: *const c_char, device: *mut *mut c_void);
     fn nvml_memory as nvmlDeviceGetMemoryInfo(device: *mut c_void, memory: *mut [u64; 3]);
@@ -89,11 +89,23 @@ pub fn graph_memory(device: i32) -> Option<u64> {
     (unsafe { device_graph_attribute(device, GRAPH_RESERVED, &raw mut value) } == SUCCESS).then_some(value)
 }
 
+/// What a `_ptsz` entry point takes for a stream: 0 is the thread's own default stream, `CU_STREAM_PER_THREAD`.
+pub fn per_thread(stream: usize) -> usize {
+    if stream == 0 { 2 } else { stream }
+}
+
 /// Whether a stream is being captured into a graph: what is done on it then happens later.
 pub fn is_capturing(stream: usize) -> bool {
     let mut status = 0;
     // SAFETY: it writes one enumeration.
     unsafe { stream_is_capturing(stream, &raw mut status) == SUCCESS && status != 0 }
+}
+
+/// Whether an event may be recorded on a stream: it isn't being captured, nor is another that it would wait for.
+pub fn is_ordinary(stream: usize) -> bool {
+    let mut status = 0;
+    // SAFETY: it writes one enumeration.
+    unsafe { stream_is_capturing(stream, &raw mut status) == SUCCESS && status == 0 }
 }
 
 /// Bytes in use on a device, by NVML: all processes' together. `name` is its UUID and a zero.

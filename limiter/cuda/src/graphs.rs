@@ -5,8 +5,8 @@ use crate::{
     account::{Gpu, Meets, on_device},
     book::{Entry, Kind},
     driver,
-    entry::{CuResult, OUT_OF_MEMORY, SUCCESS, entry_points},
     pools::{ON_DEVICE, PoolProperties},
+    result::{CuResult, OUT_OF_MEMORY, SUCCESS},
 };
 
 /// `CU_GRAPH_NODE_TYPE_MEM_ALLOC`.
@@ -32,7 +32,7 @@ pub struct NodeParameters {
     allocation: AllocationNode,
 }
 
-entry_points! {
+gpufence_limiter::entry_points! { crate::result::DRIVER, crate::result::NOT_FOUND;
     /// A node that allocates.
     fn cuGraphAddMemAllocNode(
         node: *mut usize, graph: usize, dependencies: *const usize, count: usize, parameters: *mut AllocationNode,

@@ -1,7 +1,7 @@
 //! The shadow `libcuda.so.1`: it stands before NVIDIA's, which it needs as `libcuda-driver.so.1`, and exports only what it
 //! must see. Every other entry point is found in the real one by the dynamic linker's own search.
 //!
-//! * [`entry`]: how an entry point stands before the real one of its name;
+//! * [`result`]: the real driver, and the words it answers with;
 //! * [`driver`]: what it asks of the real driver itself;
 //! * [`account`]: what an allocation meets, reserved before it is made and given back after;
 //! * [`book`]: what was allocated, by pointer or handle;
@@ -23,7 +23,7 @@ pub mod arrays;
 pub mod book;
 pub mod contexts;
 pub mod driver;
-pub mod entry;
+
 pub mod graphs;
 #[cfg(feature = "compute")]
 pub mod launches;
@@ -31,4 +31,5 @@ pub mod linear;
 pub mod lookup;
 pub mod pools;
 pub mod report;
+pub mod result;
 pub mod virtual_memory;

@@ -3,13 +3,13 @@
 use crate::{
     account::{self, Meets, current, free},
     book::Kind,
-    entry::{SUCCESS, entry_points},
+    result::SUCCESS,
 };
 
 /// Rows are padded to at most this: CU_DEVICE_ATTRIBUTE_TEXTURE_PITCH_ALIGNMENT and the like are no larger.
 const LARGEST_PITCH: u64 = 512;
 
-entry_points! {
+gpufence_limiter::entry_points! { crate::result::DRIVER, crate::result::NOT_FOUND;
     /// The interface of CUDA 3.1 and before, with 32-bit sizes and pointers.
     fn cuMemAlloc(pointer: *mut u32, size: u32) |real| {
         account::allocate(current(), Kind::Pointer, size.into(), || real(pointer, size), || (*pointer).into())

@@ -3,13 +3,15 @@
 
 use core::ffi::{c_char, c_void};
 
+use gpufence_limiter::hook::Hook;
+
 use crate::{
-    arrays, contexts,
-    entry::{DRIVER, Hook, SUCCESS, entry_points},
-    graphs, linear, pools, report, virtual_memory,
+    arrays, contexts, graphs, linear, pools, report,
+    result::{DRIVER, SUCCESS},
+    virtual_memory,
 };
 
-entry_points! {
+gpufence_limiter::entry_points! { crate::result::DRIVER, crate::result::NOT_FOUND;
     /// Of CUDA 11.3 to 11.8.
     fn cuGetProcAddress(symbol: *const c_char, address: *mut *const c_void, version: i32, flags: u64) |real| {
         let answer = real(symbol, address, version, flags);

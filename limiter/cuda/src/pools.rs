@@ -6,9 +6,8 @@ use gpufence_limiter::share::{State, state};
 use crate::{
     account::{Gpu, Meets, current, on_device},
     book::{Book, Entry, Kind},
-    driver,
-    entry::{CuResult, OUT_OF_MEMORY, SUCCESS, entry_points},
-    graphs,
+    driver, graphs,
+    result::{CuResult, OUT_OF_MEMORY, SUCCESS},
 };
 
 /// `CU_MEM_LOCATION_TYPE_DEVICE`.
@@ -38,7 +37,7 @@ impl PoolProperties {
     }
 }
 
-entry_points! {
+gpufence_limiter::entry_points! { crate::result::DRIVER, crate::result::NOT_FOUND;
     /// From the current pool of the current device.
     fn cuMemAllocAsync(pointer: *mut u64, size: usize, stream: usize) |real| {
         on_stream(size as u64, stream, || real(pointer, size, stream), || *pointer)
@@ -46,7 +45,7 @@ entry_points! {
 
     /// The same, on the thread's own default stream.
     fn cuMemAllocAsync_ptsz(pointer: *mut u64, size: usize, stream: usize) |real| {
-        on_stream(size as u64, stream, || real(pointer, size, stream), || *pointer)
+        on_stream(size as u64, driver::per_thread(stream), || real(pointer, size, stream), || *pointer)
     }
 
     /// From a pool.
@@ -56,7 +55,7 @@ entry_points! {
 
     /// The same, on the thread's own default stream.
     fn cuMemAllocFromPoolAsync_ptsz(pointer: *mut u64, size: usize, pool: usize, stream: usize) |real| {
-        from_pool(device_of(pool), pool, size as u64, stream, || real(pointer, size, pool, stream), || *pointer)
+        from_pool(device_of(pool), pool, size as u64, driver::per_thread(stream), || real(pointer, size, pool, stream), || *pointer)
     }
 
     /// A pool of one's own.

@@ -2,11 +2,11 @@
 
 use crate::{
     account::{Meets, current, on_device},
-    entry::{SUCCESS, entry_points},
     pools,
+    result::SUCCESS,
 };
 
-entry_points! {
+gpufence_limiter::entry_points! { crate::result::DRIVER, crate::result::NOT_FOUND;
     /// Free and total memory, of CUDA 3.1 and before.
     fn cuMemGetInfo(free: *mut u32, total: *mut u32) |real| {
         let answer = real(free, total);

@@ -5,8 +5,8 @@ use gpufence_limiter::share::{State, state};
 use crate::{
     account::{self, Meets, on_device},
     book::{Book, Entry, Kind},
-    entry::{SUCCESS, entry_points},
     pools::ON_DEVICE,
+    result::SUCCESS,
 };
 
 /// The beginning of CUmemAllocationProp.
@@ -19,7 +19,7 @@ pub struct AllocationProperties {
     location: i32,
 }
 
-entry_points! {
+gpufence_limiter::entry_points! { crate::result::DRIVER, crate::result::NOT_FOUND;
     /// Physical memory.
     fn cuMemCreate(handle: *mut u64, size: usize, properties: *const AllocationProperties, flags: u64) |real| {
         // On the host it isn't the GPU's.

@@ -67,3 +67,99 @@ impl Symbol {
         found
     }
 }
+
+/// An entry point of ours.
+#[derive(Debug)]
+pub struct Hook {
+    /// Its name.
+    pub name: &'static CStr,
+    /// The real one behind it.
+    pub real: Symbol,
+    /// Its address.
+    pub ours: Address,
+}
+
+/// The address of a function.
+#[derive(Debug, Clone, Copy)]
+pub struct Address(pub *const c_void);
+
+// SAFETY: code is the same for every thread.
+unsafe impl Sync for Address {}
+
+/// The real entry point of a name, as `F`, which must be a function pointer type. `None`: this driver has none.
+///
+/// # Safety
+/// `F` must be its true type.
+pub unsafe fn real<F: Copy>(symbol: &Symbol, library: &Library) -> Option<F> {
+    let address = symbol.address(library);
+    if address.is_null() {
+        return None;
+    }
+    // SAFETY: a function pointer is as large as an address, and the caller answers for its type.
+    Some(unsafe { ptr::read(ptr::from_ref(&address).cast()) })
+}
+
+/// The name of an identifier as a C string.
+///
+/// # Panics
+/// When it is compiled, for a name with a zero in it or none at its end.
+pub const fn c_name(name: &'static str) -> &'static CStr {
+    match CStr::from_bytes_with_nul(name.as_bytes()) {
+        Ok(name) => name,
+        Err(_) => panic!("not a C string"),
+    }
+}
+
+/// Defines entry points, and `HOOKS`, the list of them. In a body, the name between bars is the real one.
+#[macro_export]
+macro_rules! entry_points {
+    ($library:expr, $missing:expr; $($(#[$attribute:meta])* fn $name:ident($($argument:ident: $kind:ty),* $(,)?) |$real:ident| $body:block)*) => {
+        $(
+            $(#[$attribute])*
+            #[unsafe(no_mangle)]
+            pub unsafe extern "C" fn $name($($argument: $kind),*) -> i32 {
+                type Real = unsafe extern "C" fn($($kind),*) -> i32;
+                static SYMBOL: $crate::hook::Symbol =
+                    $crate::hook::Symbol::new($crate::hook::c_name(concat!(stringify!($name), "\0")));
+                // SAFETY: the driver's function of this name has these arguments, by its manual.
+                let Some($real) = (unsafe { $crate::hook::real::<Real>(&SYMBOL, &$library) }) else {
+                    return $missing;
+                };
+                // SAFETY: the arguments are the caller's, passed on as they are; what is read through them is what the
+                // driver's manual says they point to.
+                unsafe { $body }
+            }
+        )*
+
+        /// The entry points of this module.
+        pub static HOOKS: [$crate::hook::Hook; [$(stringify!($name)),*].len()] = [$(
+            $crate::hook::Hook {
+                name: $crate::hook::c_name(concat!(stringify!($name), "\0")),
+                real: $crate::hook::Symbol::new($crate::hook::c_name(concat!(stringify!($name), "\0"))),
+                ours: $crate::hook::Address($name as *const core::ffi::c_void),
+            },
+        )*];
+    };
+}
+
+/// Declares functions of the real driver that we call ourselves. One that isn't there gives `$missing`.
+#[macro_export]
+macro_rules! real_functions {
+    ($library:expr, $missing:expr; $(fn $name:ident as $symbol:ident($($argument:ident: $kind:ty),* $(,)?);)*) => {
+        $(
+            #[doc = concat!("`", stringify!($symbol), "`.")]
+            pub unsafe fn $name($($argument: $kind),*) -> i32 {
+                static SYMBOL: $crate::hook::Symbol =
+                    $crate::hook::Symbol::new($crate::hook::c_name(concat!(stringify!($symbol), "\0")));
+                let address = SYMBOL.address(&$library);
+                if address.is_null() {
+                    return $missing;
+                }
+                // SAFETY: the function of this name has these arguments, by its manual.
+                let real: unsafe extern "C" fn($($kind),*) -> i32 = unsafe { core::mem::transmute(address) };
+                // SAFETY: the caller answers for what they point to.
+                unsafe { real($($argument),*) }
+            }
+        )*
+    };
+}
