@@ -25,35 +25,12 @@ pub enum Privileged {
     Allow,
 }
 
-/// What holds a container to its memory limit: the rungs of a ladder, weakest first.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Rung {
-    /// Nothing, or only the watchdog afterwards.
-    None,
-    /// The limiter's shadow driver. A process that means to can get round it.
-    Limiter,
-    /// The driver's own cap for a cgroup.
-    Driver,
-}
-
 /// How memory limits are held: the table `memory`.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct MemoryPolicy {
-    /// The lowest rung that this node accepts; below it a container with a grant is not created.
-    pub require: Rung,
-    /// The folder of the limiter's libraries. By default `gpufence-limiter` beside our own program, or
-    /// `../lib/gpufence` from there.
-    pub limiter: Option<PathBuf>,
     /// What becomes of allocations when the limiter itself fails.
     pub on_limiter_failure: OnFailure,
-}
-
-impl Default for MemoryPolicy {
-    fn default() -> Self {
-        Self { require: Rung::Limiter, limiter: None, on_limiter_failure: OnFailure::Deny }
-    }
 }
 
 /// The policy of a node.
@@ -182,9 +159,6 @@ impl Policy {
         if let Some(hook) = policy.hook.as_ref().filter(|hook| !hook.is_absolute()) {
             return Err(error(format!("hook = \"{}\" is not an absolute path", hook.display())));
         }
-        if let Some(folder) = policy.memory.limiter.as_ref().filter(|folder| !folder.is_absolute()) {
-            return Err(error(format!("memory.limiter = \"{}\" is not an absolute path", folder.display())));
-        }
         if policy.runtime_timeout_seconds == 0 {
             return Err(error("runtime_timeout_seconds is 0; give at least 1".into()));
         }
@@ -225,8 +199,8 @@ mod tests {
             ("runtimes = [\"./runc\"]", "neither a name nor an absolute path"),
             ("runtime_timeout_seconds = 0", "at least 1"),
             ("allowed_driver_capabilities = [\"cuda\"]", "unknown variant `cuda`"),
-            ("[memory]\nrequire = \"strong\"", "unknown variant `strong`"),
-            ("[memory]\nlimiter = \"lib\"", "not an absolute path"),
+            ("[memory]\non_limiter_failure = \"maybe\"", "unknown variant `maybe`"),
+            ("[memory]\nrequire = \"driver\"", "unknown field `require`"),
             ("[memory]\non_failure = \"deny\"", "unknown field `on_failure`"),
             ("=", "TOML parse error"),
         ] {
