@@ -3,6 +3,7 @@
 use core::sync::atomic::Ordering;
 
 use gpufence_limiter::{
+    limits::Limit,
     share::{Share, State, state},
     text,
 };
@@ -38,28 +39,39 @@ const NOT_GRANTED: u8 = u8::MAX;
 
 /// What an allocation on the current context's device meets.
 pub fn current() -> Meets {
-    match state() {
-        State::Transparent | State::Failed { allow: true } => Meets::Nothing,
-        State::Failed { allow: false } => Meets::Refusal,
-        State::Limited(share) => {
-            let mut device = 0;
-            // SAFETY: it writes one number.
-            match unsafe { driver::ctx_get_device(&raw mut device) } {
-                SUCCESS => of(share, device),
-                // With no context the real one fails as well, and says why.
-                INVALID_CONTEXT | NOT_INITIALIZED | DEINITIALIZED => Meets::Nothing,
-                _ => Meets::Refusal,
-            }
+    meets(|share| {
+        let mut device = 0;
+        // SAFETY: it writes one number.
+        match unsafe { driver::ctx_get_device(&raw mut device) } {
+            SUCCESS => of(share, device),
+            // With no context the real one fails as well, and says why.
+            INVALID_CONTEXT | NOT_INITIALIZED | DEINITIALIZED => Meets::Nothing,
+            _ => Meets::Refusal,
         }
-    }
+    })
 }
 
 /// What an allocation on a device meets.
 pub fn on_device(device: i32) -> Meets {
+    meets(|share| of(share, device))
+}
+
+fn meets(limited: impl FnOnce(&'static Share) -> Meets) -> Meets {
     match state() {
         State::Transparent | State::Failed { allow: true } => Meets::Nothing,
         State::Failed { allow: false } => Meets::Refusal,
-        State::Limited(share) => of(share, device),
+        State::Limited(share) => limited(share),
+    }
+}
+
+impl Meets {
+    /// Makes an allocation: as it is asked for, not at all, or as `limited` says.
+    pub fn run<Make: FnOnce() -> CuResult>(self, make: Make, limited: impl FnOnce(Gpu, Make) -> CuResult) -> CuResult {
+        match self {
+            Self::Nothing => make(),
+            Self::Refusal => OUT_OF_MEMORY,
+            Self::Limit(gpu) => limited(gpu, make),
+        }
     }
 }
 
@@ -119,6 +131,23 @@ impl Gpu {
         OUT_OF_MEMORY
     }
 
+    /// Makes an allocation of a known size: reserved before, given back where it fails.
+    pub fn reserved(self, size: u64, make: impl FnOnce() -> CuResult) -> CuResult {
+        if !self.reserve(size) {
+            return self.deny();
+        }
+        let answer = make();
+        if answer != SUCCESS {
+            self.give_back(size);
+        }
+        answer
+    }
+
+    /// What the grant says of it.
+    pub fn limit(self) -> &'static Limit {
+        &self.share.limits.gpus()[self.number]
+    }
+
     /// The GPU that an entry is on.
     pub fn of_entry(share: &'static Share, entry: &Entry) -> Self {
         Self { share, number: usize::from(entry.gpu) }
@@ -138,42 +167,47 @@ pub fn allocate(
     make: impl FnOnce() -> CuResult,
     key: impl FnOnce() -> u64,
 ) -> CuResult {
-    let gpu = match meets {
-        Meets::Nothing => return make(),
-        Meets::Refusal => return OUT_OF_MEMORY,
-        Meets::Limit(gpu) => gpu,
-    };
-    if !gpu.reserve(size) {
-        return gpu.deny();
-    }
-    let answer = make();
-    if answer == SUCCESS {
-        let holder = if kind == Kind::Physical { 0 } else { driver::current_context() as u64 };
-        // With no memory for the book it stays counted, and is given back with the process.
-        gpu.book(|book| book.insert(Entry::new(kind, key(), gpu.number, size, holder)));
-    } else {
-        gpu.give_back(size);
-    }
-    answer
+    meets.run(make, |gpu, make| {
+        let answer = gpu.reserved(size, make);
+        if answer == SUCCESS {
+            let holder = if kind == Kind::Physical { 0 } else { driver::current_context() as u64 };
+            // With no memory for the book it stays counted, and is given back with the process.
+            gpu.book(|book| book.insert(Entry::new(kind, key(), gpu.number, size, holder)));
+        }
+        answer
+    })
 }
 
-/// Frees, with `free`, what has this key, and gives back what was counted for it. It leaves the book first: once freed, the
-/// same pointer may be another thread's.
+/// Frees, with `free`, what has this key, and gives back what was counted for it.
 pub fn free(kinds: &[Kind], key: u64, free: impl FnOnce() -> CuResult) -> CuResult {
     let State::Limited(share) = state() else { return free() };
-    let entry =
-        Book::with(share, |book| kinds.iter().find_map(|kind| Some((*kind, book.remove(*kind, key)?)))).flatten();
-    let answer = free();
-    if let Some((kind, entry)) = entry {
-        if answer == SUCCESS {
-            if kind == Kind::PoolPointer {
-                pools::settle(Gpu::of_entry(share, &entry), entry.holder);
-            } else {
-                share.give_back(usize::from(entry.gpu), entry.size);
-            }
+    let take = |book: &mut Book| kinds.iter().find_map(|kind| book.remove(*kind, key));
+    taken_out(share, take, free, |entry| {
+        let gpu = Gpu::of_entry(share, &entry);
+        if entry.is_a(Kind::PoolPointer) {
+            pools::settle(gpu, entry.holder);
         } else {
+            gpu.give_back(entry.size);
+        }
+    })
+}
+
+/// Frees, with `free`, what `take` takes out of the book, and does `then` with it; puts it back where it isn't freed. It
+/// leaves the book first: once freed, the same pointer or range may be another thread's.
+pub fn taken_out(
+    share: &Share,
+    take: impl FnOnce(&mut Book) -> Option<Entry>,
+    free: impl FnOnce() -> CuResult,
+    then: impl FnOnce(Entry),
+) -> CuResult {
+    let entry = Book::with(share, take).flatten();
+    let answer = free();
+    match entry {
+        Some(entry) if answer == SUCCESS => then(entry),
+        Some(entry) => {
             Book::with(share, |book| book.insert(entry));
         }
+        None => {}
     }
     answer
 }

@@ -3,47 +3,26 @@
 use crate::{
     account::{self, Meets, current, free},
     book::Kind,
+    result::CuResult,
 };
 
-/// CUDA_ARRAY_DESCRIPTOR of CUDA 3.1 and before.
+/// CUDA_ARRAY_DESCRIPTOR. Its numbers have 32 bits up to CUDA 3.1 and a pointer's since.
 #[repr(C)]
 #[derive(Debug)]
-pub struct Descriptor1 {
-    width: u32,
-    height: u32,
+pub struct Descriptor<Number> {
+    width: Number,
+    height: Number,
     format: i32,
     channels: u32,
-}
-
-/// CUDA_ARRAY_DESCRIPTOR.
-#[repr(C)]
-#[derive(Debug)]
-pub struct Descriptor {
-    width: usize,
-    height: usize,
-    format: i32,
-    channels: u32,
-}
-
-/// CUDA_ARRAY3D_DESCRIPTOR of CUDA 3.1 and before.
-#[repr(C)]
-#[derive(Debug)]
-pub struct Descriptor3d1 {
-    width: u32,
-    height: u32,
-    depth: u32,
-    format: i32,
-    channels: u32,
-    flags: u32,
 }
 
 /// CUDA_ARRAY3D_DESCRIPTOR.
 #[repr(C)]
 #[derive(Debug)]
-pub struct Descriptor3d {
-    width: usize,
-    height: usize,
-    depth: usize,
+pub struct Descriptor3d<Number> {
+    width: Number,
+    height: Number,
+    depth: Number,
     format: i32,
     channels: u32,
     flags: u32,
@@ -62,11 +41,12 @@ struct Extent {
 }
 
 impl Extent {
-    fn of(width: usize, height: usize, depth: usize, format: i32, channels: u32) -> Self {
+    fn of<Number: TryInto<u64>>(width: Number, height: Number, depth: Number, format: i32, channels: u32) -> Self {
+        let wide = |number: Number| number.try_into().unwrap_or(u64::MAX);
         Self {
-            width: width as u64,
-            height: height as u64,
-            depth: depth as u64,
+            width: wide(width),
+            height: wide(height),
+            depth: wide(depth),
             element: format_bytes(format) * u64::from(channels.max(1)),
         }
     }
@@ -100,40 +80,75 @@ fn format_bytes(format: i32) -> u64 {
     }
 }
 
+/// What an array's descriptor says.
+trait Describes {
+    /// How large it is.
+    fn extent(&self) -> Extent;
+
+    /// What it meets: nothing where its memory comes later.
+    fn meets(&self) -> Meets;
+}
+
+impl<Number: Copy + TryInto<u64> + From<u8>> Describes for Descriptor<Number> {
+    fn extent(&self) -> Extent {
+        Extent::of(self.width, self.height, Number::from(1), self.format, self.channels)
+    }
+
+    fn meets(&self) -> Meets {
+        current()
+    }
+}
+
+impl<Number: Copy + TryInto<u64>> Describes for Descriptor3d<Number> {
+    fn extent(&self) -> Extent {
+        Extent::of(self.width, self.height, self.depth, self.format, self.channels)
+    }
+
+    fn meets(&self) -> Meets {
+        if self.flags & WITHOUT_MEMORY == 0 { current() } else { Meets::Nothing }
+    }
+}
+
+/// Makes an array of so many levels. With no descriptor the real one fails, and says why.
+///
+/// # Safety
+/// `array` is where `make` writes its handle.
+unsafe fn create(
+    array: *mut u64,
+    descriptor: Option<&impl Describes>,
+    levels: u32,
+    make: impl FnOnce() -> CuResult,
+) -> CuResult {
+    let Some(descriptor) = descriptor else { return make() };
+    let size = descriptor.extent().bytes_of_levels(levels);
+    // SAFETY: the key is read after `make` has succeeded.
+    account::allocate(descriptor.meets(), Kind::Array, size, make, || unsafe { *array })
+}
+
 gpufence_limiter::entry_points! { crate::result::DRIVER, crate::result::NOT_FOUND;
-    /// An array of one or two dimensions.
-    fn cuArrayCreate(array: *mut u64, descriptor: *const Descriptor1) |real| {
-        let size = descriptor.as_ref().map_or(0, |d| Extent::of(d.width as usize, d.height as usize, 1, d.format, d.channels).bytes());
-        account::allocate(current(), Kind::Array, size, || real(array, descriptor), || *array)
+    /// An array of one or two dimensions, of CUDA 3.1 and before.
+    fn cuArrayCreate(array: *mut u64, descriptor: *const Descriptor<u32>) |real| {
+        create(array, descriptor.as_ref(), 1, || real(array, descriptor))
     }
 
     /// An array of one or two dimensions.
-    fn cuArrayCreate_v2(array: *mut u64, descriptor: *const Descriptor) |real| {
-        let size = descriptor.as_ref().map_or(0, |d| Extent::of(d.width, d.height, 1, d.format, d.channels).bytes());
-        account::allocate(current(), Kind::Array, size, || real(array, descriptor), || *array)
+    fn cuArrayCreate_v2(array: *mut u64, descriptor: *const Descriptor<usize>) |real| {
+        create(array, descriptor.as_ref(), 1, || real(array, descriptor))
+    }
+
+    /// An array of up to three dimensions, or layered, of CUDA 3.1 and before.
+    fn cuArray3DCreate(array: *mut u64, descriptor: *const Descriptor3d<u32>) |real| {
+        create(array, descriptor.as_ref(), 1, || real(array, descriptor))
     }
 
     /// An array of up to three dimensions, or layered.
-    fn cuArray3DCreate(array: *mut u64, descriptor: *const Descriptor3d1) |real| {
-        let extent = |d: &Descriptor3d1| Extent::of(d.width as usize, d.height as usize, d.depth as usize, d.format, d.channels);
-        let size = descriptor.as_ref().map_or(0, |d| extent(d).bytes());
-        account::allocate(meets(descriptor.as_ref().map_or(0, |d| d.flags)), Kind::Array, size, || real(array, descriptor), || *array)
-    }
-
-    /// An array of up to three dimensions, or layered.
-    fn cuArray3DCreate_v2(array: *mut u64, descriptor: *const Descriptor3d) |real| {
-        let extent = |d: &Descriptor3d| Extent::of(d.width, d.height, d.depth, d.format, d.channels);
-        let size = descriptor.as_ref().map_or(0, |d| extent(d).bytes());
-        account::allocate(meets(descriptor.as_ref().map_or(0, |d| d.flags)), Kind::Array, size, || real(array, descriptor), || *array)
+    fn cuArray3DCreate_v2(array: *mut u64, descriptor: *const Descriptor3d<usize>) |real| {
+        create(array, descriptor.as_ref(), 1, || real(array, descriptor))
     }
 
     /// An array with its levels.
-    fn cuMipmappedArrayCreate(array: *mut u64, descriptor: *const Descriptor3d, levels: u32) |real| {
-        let extent = |d: &Descriptor3d| Extent::of(d.width, d.height, d.depth, d.format, d.channels);
-        let size = descriptor.as_ref().map_or(0, |d| extent(d).bytes_of_levels(levels));
-        account::allocate(
-            meets(descriptor.as_ref().map_or(0, |d| d.flags)), Kind::Array, size, || real(array, descriptor, levels), || *array,
-        )
+    fn cuMipmappedArrayCreate(array: *mut u64, descriptor: *const Descriptor3d<usize>, levels: u32) |real| {
+        create(array, descriptor.as_ref(), levels, || real(array, descriptor, levels))
     }
 
     /// Frees an array.
@@ -145,10 +160,6 @@ gpufence_limiter::entry_points! { crate::result::DRIVER, crate::result::NOT_FOUN
     fn cuMipmappedArrayDestroy(array: u64) |real| {
         free(&[Kind::Array], array, || real(array))
     }
-}
-
-fn meets(flags: u32) -> Meets {
-    if flags & WITHOUT_MEMORY == 0 { current() } else { Meets::Nothing }
 }
 
 #[cfg(test)]

@@ -56,8 +56,14 @@ impl Entry {
         Self { key, size, holder, references: 1, gpu: u16::try_from(gpu).unwrap_or(0), kind: kind as u8 }
     }
 
-    fn is(&self, kind: Kind, key: u64) -> bool {
-        self.kind == kind as u8 && self.key == key
+    /// Whether it is of a kind.
+    pub fn is_a(&self, kind: Kind) -> bool {
+        self.kind == kind as u8
+    }
+
+    /// Whether its place is taken.
+    fn is_there(&self) -> bool {
+        self.kind != 0 && self.kind != REMOVED
     }
 }
 
@@ -104,7 +110,7 @@ impl Book {
         usize::try_from(mixed >> 32).unwrap_or(0) & (self.places().len() - 1)
     }
 
-    fn position(&mut self, kind: Kind, key: u64) -> Option<usize> {
+    fn position(&mut self, kind: u8, key: u64) -> Option<usize> {
         let mut position = self.start(key);
         let places = self.places();
         loop {
@@ -112,7 +118,7 @@ impl Book {
             if entry.kind == 0 {
                 return None;
             }
-            if entry.is(kind, key) {
+            if entry.kind == kind && entry.key == key {
                 return Some(position);
             }
             position = (position + 1) & (places.len() - 1);
@@ -121,13 +127,13 @@ impl Book {
 
     /// An entry.
     pub fn find(&mut self, kind: Kind, key: u64) -> Option<&mut Entry> {
-        let position = self.position(kind, key)?;
+        let position = self.position(kind as u8, key)?;
         Some(&mut self.places()[position])
     }
 
     /// Takes an entry out.
     pub fn remove(&mut self, kind: Kind, key: u64) -> Option<Entry> {
-        let position = self.position(kind, key)?;
+        let position = self.position(kind as u8, key)?;
         Some(self.take(position))
     }
 
@@ -147,10 +153,10 @@ impl Book {
     }
 
     /// Takes out every entry that `wanted` says, and gives it to `each`.
-    pub fn remove_where(&mut self, wanted: impl Fn(&Entry, u8) -> bool, mut each: impl FnMut(Entry)) {
+    pub fn remove_where(&mut self, wanted: impl Fn(&Entry) -> bool, mut each: impl FnMut(Entry)) {
         for position in 0..self.places().len() {
             let entry = self.places()[position];
-            if entry.kind != 0 && entry.kind != REMOVED && wanted(&entry, entry.kind) {
+            if entry.is_there() && wanted(&entry) {
                 each(self.take(position));
             }
         }
@@ -158,14 +164,14 @@ impl Book {
 
     /// Takes out an entry of a kind with a key in a range.
     pub fn remove_in(&mut self, kind: Kind, range: &core::ops::Range<u64>) -> Option<Entry> {
-        let position = self.places().iter().position(|entry| entry.kind == kind as u8 && range.contains(&entry.key))?;
+        let position = self.places().iter().position(|entry| entry.is_a(kind) && range.contains(&entry.key))?;
         Some(self.take(position))
     }
 
     /// Makes the pointers of a pool pointers that go with nothing.
     pub fn orphan(&mut self, pool: u64) {
         for entry in self.places() {
-            if entry.kind == Kind::PoolPointer as u8 && entry.holder == pool {
+            if entry.is_a(Kind::PoolPointer) && entry.holder == pool {
                 entry.kind = Kind::Pointer as u8;
                 entry.holder = 0;
             }
@@ -176,12 +182,30 @@ impl Book {
     pub fn keys(&mut self, kind: Kind, gpu: usize, keys: &mut [u64]) -> usize {
         let mut count = 0;
         for entry in self.places() {
-            if entry.kind == kind as u8 && usize::from(entry.gpu) == gpu && count < keys.len() {
+            if entry.is_a(kind) && usize::from(entry.gpu) == gpu && count < keys.len() {
                 keys[count] = entry.key;
                 count += 1;
             }
         }
         count
+    }
+
+    /// Puts an entry in, or adds its size to the one of its kind and key.
+    pub fn add(&mut self, entry: Entry) {
+        match self.position(entry.kind, entry.key) {
+            Some(position) => self.places()[position].size += entry.size,
+            None => {
+                self.insert(entry);
+            }
+        }
+    }
+
+    /// Makes an entry smaller, as far as it goes. Gives by how much.
+    pub fn lower(&mut self, kind: Kind, key: u64, less: impl FnOnce(u64) -> u64) -> Option<u64> {
+        let entry = self.find(kind, key)?;
+        let less = less(entry.size).min(entry.size);
+        entry.size -= less;
+        Some(less)
     }
 
     /// Puts an entry in, in the place of one of its kind and key. `false`: no memory; nothing is put in then.
@@ -222,13 +246,13 @@ impl Book {
 
     /// Moves to a book with room: twice as large, or as large where most places were only marked.
     fn grow(&mut self) -> bool {
-        let live = self.places().iter().filter(|entry| entry.kind != 0 && entry.kind != REMOVED).count();
+        let live = self.places().iter().filter(|entry| entry.is_there()).count();
         let old = self.places().len();
         let length = HEADER + size_of_val(self.places());
         let Some(header) = allocate(if live * 2 >= old { old * 2 } else { old }) else { return false };
         let mut new = Self { header };
         for entry in self.places() {
-            if entry.kind != 0 && entry.kind != REMOVED {
+            if entry.is_there() {
                 new.put(*entry);
             }
         }
@@ -273,7 +297,7 @@ mod tests {
             assert_eq!(book.find(Kind::Pointer, *key).map(|entry| entry.size), Some(*size));
         }
         let mut sum = 0;
-        book.remove_where(|_, _| true, |entry| sum += entry.size);
+        book.remove_where(|_| true, |entry| sum += entry.size);
         assert_eq!(sum, model.values().sum::<u64>());
         assert!(model.keys().all(|key| book.find(Kind::Pointer, *key).is_none()));
     }

@@ -10,7 +10,7 @@ use crate::{
     account::{Gpu, Meets, current, on_device},
     book::{Book, Entry, Kind},
     driver,
-    result::{CuResult, OUT_OF_MEMORY, SUCCESS},
+    result::{CuResult, SUCCESS},
 };
 
 /// No context takes more; what a measurement says beyond it is a neighbour's doing, who allocated at the same time.
@@ -61,8 +61,7 @@ gpufence_limiter::entry_points! { crate::result::DRIVER, crate::result::NOT_FOUN
 
     /// One hold more on a device's primary context, which the first one makes.
     fn cuDevicePrimaryCtxRetain(context: *mut usize, device: i32) |real| {
-        let (mut flags, mut active) = (0, 0);
-        if driver::primary_state(device, &raw mut flags, &raw mut active) == SUCCESS && active == 0 {
+        if driver::primary_is_active(device) == Some(false) {
             create_with(device, || real(context, device), || *context, |_| { driver::primary_release(device); })
         } else {
             let answer = real(context, device);
@@ -95,11 +94,8 @@ gpufence_limiter::entry_points! { crate::result::DRIVER, crate::result::NOT_FOUN
 
     /// Some of a context's limits are memory: the heap of the device's own malloc, and printf's buffer.
     fn cuCtxSetLimit(limit: i32, value: usize) |real| {
-        match (SIZED_LIMITS.contains(&limit), current()) {
-            (false, _) | (true, Meets::Nothing) => real(limit, value),
-            (true, Meets::Refusal) => OUT_OF_MEMORY,
-            (true, Meets::Limit(gpu)) => set_limit(gpu, limit, value, || real(limit, value)),
-        }
+        let meets = if SIZED_LIMITS.contains(&limit) { current() } else { Meets::Nothing };
+        meets.run(|| real(limit, value), |gpu, set| set_limit(gpu, limit, value, set))
     }
 }
 
@@ -117,13 +113,17 @@ fn create_with(
     context: impl Fn() -> usize,
     destroy: impl FnOnce(usize),
 ) -> CuResult {
-    let gpu = match on_device(device) {
-        Meets::Nothing => return make(),
-        Meets::Refusal => return OUT_OF_MEMORY,
-        Meets::Limit(gpu) => gpu,
-    };
+    on_device(device).run(make, |gpu, make| measured(gpu, make, context, destroy))
+}
+
+fn measured(
+    gpu: Gpu,
+    make: impl FnOnce() -> CuResult,
+    context: impl Fn() -> usize,
+    destroy: impl FnOnce(usize),
+) -> CuResult {
     let mut name = Text::<72>::default();
-    name.push(gpu.share.limits.gpus()[gpu.number].name());
+    name.push(gpu.limit().name());
     name.push(b"\0");
     let used = || driver::device_memory_used(name.as_bytes());
     let before = used();
@@ -154,10 +154,7 @@ fn released(device: i32, real: impl FnOnce() -> CuResult) -> CuResult {
     let State::Limited(share) = state() else { return real() };
     let context = driver::primary_context(device) as u64;
     let answer = real();
-    let (mut flags, mut active) = (0, 1);
-    // SAFETY: each writes one number.
-    let known = unsafe { driver::primary_state(device, &raw mut flags, &raw mut active) } == SUCCESS;
-    if answer == SUCCESS && known && active == 0 && context != 0 {
+    if answer == SUCCESS && context != 0 && driver::primary_is_active(device) == Some(false) {
         drop_entries(share, context);
     }
     answer
@@ -170,11 +167,11 @@ fn gone(context: usize) {
 }
 
 fn drop_entries(share: &'static Share, context: u64) {
-    const IN_CONTEXT: [u8; 4] = [Kind::Pointer as u8, Kind::Array as u8, Kind::Context as u8, Kind::ContextLimit as u8];
+    const IN_CONTEXT: [Kind; 4] = [Kind::Pointer, Kind::Array, Kind::Context, Kind::ContextLimit];
     Book::with(share, |book| {
         book.remove_where(
-            |entry, kind| entry.holder == context && IN_CONTEXT.contains(&kind),
-            |entry| share.give_back(usize::from(entry.gpu), entry.size),
+            |entry| entry.holder == context && IN_CONTEXT.iter().any(|kind| entry.is_a(*kind)),
+            |entry| Gpu::of_entry(share, &entry).give_back(entry.size),
         );
     });
 }
@@ -187,26 +184,17 @@ fn set_limit(gpu: Gpu, limit: i32, value: usize, set: impl FnOnce() -> CuResult)
         before = 0;
     }
     let more = value.saturating_sub(before) as u64;
-    if !gpu.reserve(more) {
-        return gpu.deny();
+    let answer = gpu.reserved(more, set);
+    if answer == SUCCESS {
+        let context = driver::current_context() as u64;
+        let key = context.wrapping_add(u64::from(limit.unsigned_abs()));
+        let less = before.saturating_sub(value) as u64;
+        let over = gpu.book(|book| {
+            let over = book.lower(Kind::ContextLimit, key, |_| less);
+            book.add(Entry::new(Kind::ContextLimit, key, gpu.number, more, context));
+            over
+        });
+        gpu.give_back(over.flatten().unwrap_or(0));
     }
-    let answer = set();
-    if answer != SUCCESS {
-        gpu.give_back(more);
-        return answer;
-    }
-    let context = driver::current_context() as u64;
-    let key = context.wrapping_add(u64::from(limit.unsigned_abs()));
-    let less = before.saturating_sub(value) as u64;
-    let over = gpu.book(|book| {
-        let Some(entry) = book.find(Kind::ContextLimit, key) else {
-            book.insert(Entry::new(Kind::ContextLimit, key, gpu.number, more, context));
-            return 0;
-        };
-        let over = less.min(entry.size);
-        entry.size = entry.size - over + more;
-        over
-    });
-    gpu.give_back(over.unwrap_or(0));
     answer
 }

@@ -19,7 +19,6 @@ const GRAPH_RESERVED: i32 = 2;
 gpufence_limiter::real_functions! { DRIVER, crate::result::NOT_FOUND;
     fn ctx_get_device as cuCtxGetDevice(device: *mut i32);
     fn ctx_get_current as cuCtxGetCurrent(context: *mut usize);
-    fn ctx_synchronize as cuCtxSynchronize();
     fn device_get as cuDeviceGet(device: *mut i32, ordinal: i32);
     fn device_get_count as cuDeviceGetCount(count: *mut i32);
     fn device_get_uuid as cuDeviceGetUuid(uuid: *mut [u8; 16], device: i32);
@@ -32,7 +31,6 @@ gpufence_limiter::real_functions! { DRIVER, crate::result::NOT_FOUND;
     fn primary_release as cuDevicePrimaryCtxRelease_v2(device: i32);
     fn ctx_destroy as cuCtxDestroy_v2(context: usize);
     fn ctx_get_limit as cuCtxGetLimit(value: *mut usize, limit: i32);
-    fn mem_free as cuMemFree_v2(pointer: u64);
     fn mem_free_async as cuMemFreeAsync(pointer: u64, stream: usize);
     fn pool_attribute as cuMemPoolGetAttribute(pool: usize, attribute: i32, value: *mut u64);
     fn pool_trim as cuMemPoolTrimTo(pool: usize, keep: usize);
@@ -60,16 +58,22 @@ pub fn current_context() -> usize {
 
 /// The handle of a device's primary context; 0 where it isn't active.
 pub fn primary_context(device: i32) -> usize {
-    let (mut flags, mut active, mut context) = (0, 0, 0);
-    // SAFETY: each writes one number or handle. The hold that is taken to ask is given up again; where the context is
-    // active, it isn't the only one.
+    let mut context = 0;
+    // SAFETY: it writes one handle. The hold that is taken to ask is given up again; where the context is active, it isn't
+    // the only one.
     unsafe {
-        let is_active = primary_state(device, &raw mut flags, &raw mut active) == SUCCESS && active != 0;
-        if is_active && primary_retain(&raw mut context, device) == SUCCESS {
+        if primary_is_active(device) == Some(true) && primary_retain(&raw mut context, device) == SUCCESS {
             primary_release(device);
         }
     }
     context
+}
+
+/// Whether a device's primary context is there. `None`: it can't be told.
+pub fn primary_is_active(device: i32) -> Option<bool> {
+    let (mut flags, mut active) = (0, 0);
+    // SAFETY: each writes one number.
+    (unsafe { primary_state(device, &raw mut flags, &raw mut active) } == SUCCESS).then_some(active != 0)
 }
 
 /// Bytes that a pool has taken from the device, and those of them that are in use.
@@ -96,16 +100,19 @@ pub fn per_thread(stream: usize) -> usize {
 
 /// Whether a stream is being captured into a graph: what is done on it then happens later.
 pub fn is_capturing(stream: usize) -> bool {
-    let mut status = 0;
-    // SAFETY: it writes one enumeration.
-    unsafe { stream_is_capturing(stream, &raw mut status) == SUCCESS && status != 0 }
+    capture(stream).is_some_and(|status| status != 0)
 }
 
 /// Whether an event may be recorded on a stream: it isn't being captured, nor is another that it would wait for.
 pub fn is_ordinary(stream: usize) -> bool {
+    capture(stream) == Some(0)
+}
+
+/// CUstreamCaptureStatus. `None`: it can't be told, as of a stream that waits for one that is being captured.
+fn capture(stream: usize) -> Option<i32> {
     let mut status = 0;
     // SAFETY: it writes one enumeration.
-    unsafe { stream_is_capturing(stream, &raw mut status) == SUCCESS && status == 0 }
+    (unsafe { stream_is_capturing(stream, &raw mut status) } == SUCCESS).then_some(status)
 }
 
 /// Bytes in use on a device, by NVML: all processes' together. `name` is its UUID and a zero.

@@ -5,8 +5,8 @@ use crate::{
     account::{Gpu, Meets, on_device},
     book::{Entry, Kind},
     driver,
-    pools::{ON_DEVICE, PoolProperties},
-    result::{CuResult, OUT_OF_MEMORY, SUCCESS},
+    pools::Properties,
+    result::{CuResult, SUCCESS},
 };
 
 /// `CU_GRAPH_NODE_TYPE_MEM_ALLOC`.
@@ -32,16 +32,19 @@ pub struct NodeParameters {
     allocation: AllocationNode,
 }
 
+impl NodeParameters {
+    fn allocation(&self) -> Option<&AllocationNode> {
+        (self.kind == ALLOCATES).then_some(&self.allocation)
+    }
+}
+
 gpufence_limiter::entry_points! { crate::result::DRIVER, crate::result::NOT_FOUND;
     /// A node that allocates.
     fn cuGraphAddMemAllocNode(
         node: *mut usize, graph: usize, dependencies: *const usize, count: usize, parameters: *mut AllocationNode,
     ) |real| {
         let make = || real(node, graph, dependencies, count, parameters);
-        match parameters.as_ref() {
-            Some(allocation) => add_node(allocation, make),
-            None => make(),
-        }
+        add_node(parameters.as_ref(), make)
     }
 
     /// A node of any kind.
@@ -49,10 +52,7 @@ gpufence_limiter::entry_points! { crate::result::DRIVER, crate::result::NOT_FOUN
         node: *mut usize, graph: usize, dependencies: *const usize, count: usize, parameters: *mut NodeParameters,
     ) |real| {
         let make = || real(node, graph, dependencies, count, parameters);
-        match parameters.as_ref() {
-            Some(parameters) if parameters.kind == ALLOCATES => add_node(&parameters.allocation, make),
-            _ => make(),
-        }
+        add_node(parameters.as_ref().and_then(NodeParameters::allocation), make)
     }
 
     /// A node of any kind, with data on its edges.
@@ -61,10 +61,7 @@ gpufence_limiter::entry_points! { crate::result::DRIVER, crate::result::NOT_FOUN
         parameters: *mut NodeParameters,
     ) |real| {
         let make = || real(node, graph, dependencies, edges, count, parameters);
-        match parameters.as_ref() {
-            Some(parameters) if parameters.kind == ALLOCATES => add_node(&parameters.allocation, make),
-            _ => make(),
-        }
+        add_node(parameters.as_ref().and_then(NodeParameters::allocation), make)
     }
 
     /// Gives back to the device what no graph that runs is using.
@@ -72,10 +69,7 @@ gpufence_limiter::entry_points! { crate::result::DRIVER, crate::result::NOT_FOUN
         let answer = real(device);
         if answer == SUCCESS && let Meets::Limit(gpu) = on_device(device) && let Some(reserved) = driver::graph_memory(device) {
             let over = gpu.book(|book| {
-                let entry = book.find(Kind::Graphs, gpu.number as u64)?;
-                let over = entry.size.saturating_sub(reserved);
-                entry.size -= over;
-                Some(over)
+                book.lower(Kind::Graphs, gpu.number as u64, |counted| counted.saturating_sub(reserved))
             });
             gpu.give_back(over.flatten().unwrap_or(0));
         }
@@ -83,34 +77,19 @@ gpufence_limiter::entry_points! { crate::result::DRIVER, crate::result::NOT_FOUN
     }
 }
 
-fn add_node(allocation: &AllocationNode, make: impl FnOnce() -> CuResult) -> CuResult {
-    // SAFETY: the properties begin as those of a pool.
-    let properties = unsafe { &*(&raw const allocation.properties).cast::<PoolProperties>() };
-    if properties.location_kind() != ON_DEVICE {
-        return make();
-    }
-    match on_device(properties.location()) {
-        Meets::Nothing => make(),
-        Meets::Refusal => OUT_OF_MEMORY,
-        Meets::Limit(gpu) => add(gpu, allocation.size as u64, make),
-    }
+fn add_node(allocation: Option<&AllocationNode>, make: impl FnOnce() -> CuResult) -> CuResult {
+    let Some(allocation) = allocation else { return make() };
+    // SAFETY: they begin as a pool's properties do.
+    let properties = unsafe { &*(&raw const allocation.properties).cast::<Properties>() };
+    properties.meets().run(make, |gpu, make| add(gpu, allocation.size as u64, make))
 }
 
 /// Adds to what the graphs on a GPU take.
 pub fn add(gpu: Gpu, size: u64, make: impl FnOnce() -> CuResult) -> CuResult {
-    if !gpu.reserve(size) {
-        return gpu.deny();
+    let answer = gpu.reserved(size, make);
+    if answer == SUCCESS {
+        let entry = Entry::new(Kind::Graphs, gpu.number as u64, gpu.number, size, 0);
+        gpu.book(|book| book.add(entry));
     }
-    let answer = make();
-    if answer != SUCCESS {
-        gpu.give_back(size);
-        return answer;
-    }
-    gpu.book(|book| match book.find(Kind::Graphs, gpu.number as u64) {
-        Some(entry) => entry.size += size,
-        None => {
-            book.insert(Entry::new(Kind::Graphs, gpu.number as u64, gpu.number, size, 0));
-        }
-    });
     answer
 }

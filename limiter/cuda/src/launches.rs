@@ -9,9 +9,9 @@ use core::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use gpufence_limiter::{sys, table::Word};
 
 use crate::{
-    account::{Gpu, Meets, current},
+    account::{Gpu, current},
     driver,
-    result::{CuResult, OUT_OF_MEMORY, SUCCESS},
+    result::{CuResult, SUCCESS},
 };
 
 /// `CUDA_ERROR_NOT_READY`.
@@ -174,13 +174,12 @@ gpufence_limiter::entry_points! { crate::result::DRIVER, crate::result::NOT_FOUN
 
 /// Launches, when the container's time has come, and measures.
 fn timed(stream: usize, launch: impl FnOnce() -> CuResult) -> CuResult {
-    let gpu = match current() {
-        Meets::Limit(gpu) => gpu,
-        Meets::Nothing => return launch(),
-        Meets::Refusal => return OUT_OF_MEMORY,
-    };
+    current().run(launch, |gpu, launch| timed_on(gpu, stream, launch))
+}
+
+fn timed_on(gpu: Gpu, stream: usize, launch: impl FnOnce() -> CuResult) -> CuResult {
     // What is captured into a graph runs later, and an event would become part of it.
-    if percent(gpu) >= 100 || !driver::is_ordinary(stream) {
+    if gpu.limit().compute_percent >= 100 || !driver::is_ordinary(stream) {
         return launch();
     }
     wait(gpu);
@@ -208,10 +207,6 @@ fn timed(stream: usize, launch: impl FnOnce() -> CuResult) -> CuResult {
     answer
 }
 
-fn percent(gpu: Gpu) -> u8 {
-    gpu.share.limits.gpus()[gpu.number].compute_percent
-}
-
 /// Waits until the container has waited for what it has used.
 fn wait(gpu: Gpu) {
     let clock = &gpu.share.table.gpus[gpu.number];
@@ -219,7 +214,7 @@ fn wait(gpu: Gpu) {
     let began = sys::now();
     let mut now = began;
     loop {
-        // Noise in the table is no reason to wait for ever: a second is more than any launch comes to.
+        // Noise in the table is no reason to wait for ever: a minute is more than launches come to.
         let left = clock.resume.get().saturating_sub(now);
         if left == 0 || left > 60_000_000_000 {
             break;
@@ -261,7 +256,7 @@ fn collect(gpu: Gpu) {
 /// The GPU was busy for us for so long: launches go on when that, divided by the share, has passed since it began.
 fn charge(gpu: Gpu, busy: u64) {
     let clock = &gpu.share.table.gpus[gpu.number].resume;
-    let cost = busy * 100 / u64::from(percent(gpu).max(1));
+    let cost = busy * 100 / u64::from(gpu.limit().compute_percent.max(1));
     let began = sys::now().saturating_sub(busy);
     loop {
         let before = clock.get();

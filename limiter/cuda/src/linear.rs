@@ -78,15 +78,8 @@ fn pitched(width: u64, height: u64) -> u64 {
 /// The driver has said how wide the rows are: what was reserved too much goes back.
 fn correct(pointer: u64, size: u64) {
     let Meets::Limit(gpu) = current() else { return };
-    let over = gpu.book(|book| {
-        let entry = book.find(Kind::Pointer, pointer)?;
-        let over = entry.size.saturating_sub(size);
-        entry.size -= over;
-        Some(over)
-    });
-    if let Some(Some(over)) = over {
-        gpu.give_back(over);
-    }
+    let over = gpu.book(|book| book.lower(Kind::Pointer, pointer, |counted| counted.saturating_sub(size)));
+    gpu.give_back(over.flatten().unwrap_or(0));
 }
 
 #[cfg(test)]

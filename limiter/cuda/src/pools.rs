@@ -4,36 +4,31 @@
 use gpufence_limiter::share::{State, state};
 
 use crate::{
-    account::{Gpu, Meets, current, on_device},
+    account::{self, Gpu, Meets, current, on_device},
     book::{Book, Entry, Kind},
     driver, graphs,
     result::{CuResult, OUT_OF_MEMORY, SUCCESS},
 };
 
 /// `CU_MEM_LOCATION_TYPE_DEVICE`.
-pub const ON_DEVICE: i32 = 1;
+const ON_DEVICE: i32 = 1;
 /// As many pools of a GPU are looked through for memory that they don't need.
 const MOST_POOLS: usize = 64;
 
-/// The beginning of CUmemPoolProps.
+/// Where memory is to be: the beginning of CUmemPoolProps and of CUmemAllocationProp.
 #[repr(C)]
 #[derive(Debug)]
-pub struct PoolProperties {
+pub struct Properties {
     allocation_kind: i32,
     handle_kinds: i32,
     location_kind: i32,
     location: i32,
 }
 
-impl PoolProperties {
-    /// The kind of its location.
-    pub fn location_kind(&self) -> i32 {
-        self.location_kind
-    }
-
-    /// The device, where the location is one.
-    pub fn location(&self) -> i32 {
-        self.location
+impl Properties {
+    /// What memory of such properties meets: on the host it isn't the GPU's.
+    pub fn meets(&self) -> Meets {
+        if self.location_kind == ON_DEVICE { on_device(self.location) } else { Meets::Nothing }
     }
 }
 
@@ -50,21 +45,24 @@ gpufence_limiter::entry_points! { crate::result::DRIVER, crate::result::NOT_FOUN
 
     /// From a pool.
     fn cuMemAllocFromPoolAsync(pointer: *mut u64, size: usize, pool: usize, stream: usize) |real| {
-        from_pool(device_of(pool), pool, size as u64, stream, || real(pointer, size, pool, stream), || *pointer)
+        device_of(pool).run(
+            || real(pointer, size, pool, stream),
+            |gpu, make| from_pool(gpu, pool, size as u64, stream, make, || *pointer),
+        )
     }
 
     /// The same, on the thread's own default stream.
     fn cuMemAllocFromPoolAsync_ptsz(pointer: *mut u64, size: usize, pool: usize, stream: usize) |real| {
-        from_pool(device_of(pool), pool, size as u64, driver::per_thread(stream), || real(pointer, size, pool, stream), || *pointer)
+        device_of(pool).run(
+            || real(pointer, size, pool, stream),
+            |gpu, make| from_pool(gpu, pool, size as u64, driver::per_thread(stream), make, || *pointer),
+        )
     }
 
     /// A pool of one's own.
-    fn cuMemPoolCreate(pool: *mut usize, properties: *const PoolProperties) |real| {
+    fn cuMemPoolCreate(pool: *mut usize, properties: *const Properties) |real| {
         let answer = real(pool, properties);
-        if answer == SUCCESS
-            && (*properties).location_kind == ON_DEVICE
-            && let Meets::Limit(gpu) = on_device((*properties).location)
-        {
+        if answer == SUCCESS && let Meets::Limit(gpu) = (*properties).meets() {
             gpu.book(|book| book.insert(Entry::new(Kind::Pool, *pool as u64, gpu.number, 0, 0)));
         }
         answer
@@ -73,19 +71,13 @@ gpufence_limiter::entry_points! { crate::result::DRIVER, crate::result::NOT_FOUN
     /// What it holds goes back to the device: at once, or with the last of its memory that is in use.
     fn cuMemPoolDestroy(pool: usize) |real| {
         let State::Limited(share) = state() else { return real(pool) };
-        let entry = Book::with(share, |book| book.remove(Kind::Pool, pool as u64)).flatten();
         let in_use = driver::pool_memory(pool).map_or(0, |(_, used)| used);
-        let answer = real(pool);
-        if let Some(entry) = entry {
-            if answer == SUCCESS {
-                // What is still in use is counted by its pointers from here on.
-                share.give_back(usize::from(entry.gpu), entry.size.saturating_sub(in_use));
-                Book::with(share, |book| book.orphan(pool as u64));
-            } else {
-                Book::with(share, |book| book.insert(entry));
-            }
-        }
-        answer
+        let take = |book: &mut Book| book.remove(Kind::Pool, pool as u64);
+        account::taken_out(share, take, || real(pool), |entry| {
+            // What is still in use is counted by its pointers from here on.
+            Gpu::of_entry(share, &entry).give_back(entry.size.saturating_sub(in_use));
+            Book::with(share, |book| book.orphan(pool as u64));
+        })
     }
 
     /// Gives back what isn't in use.
@@ -126,29 +118,24 @@ fn device_of(pool: usize) -> Meets {
 }
 
 fn on_stream(size: u64, stream: usize, make: impl FnOnce() -> CuResult, key: impl FnOnce() -> u64) -> CuResult {
-    let meets = current();
-    let Meets::Limit(_) = meets else { return from_pool(meets, 0, size, stream, make, key) };
-    let (mut device, mut pool) = (0, 0);
-    // SAFETY: each writes one number or handle.
-    let found = unsafe {
-        driver::ctx_get_device(&raw mut device) == SUCCESS && driver::device_pool(&raw mut pool, device) == SUCCESS
-    };
-    if found { from_pool(meets, pool, size, stream, make, key) } else { OUT_OF_MEMORY }
+    current().run(make, |gpu, make| {
+        let (mut device, mut pool) = (0, 0);
+        // SAFETY: each writes one number or handle.
+        let found = unsafe {
+            driver::ctx_get_device(&raw mut device) == SUCCESS && driver::device_pool(&raw mut pool, device) == SUCCESS
+        };
+        if found { from_pool(gpu, pool, size, stream, make, key) } else { OUT_OF_MEMORY }
+    })
 }
 
 fn from_pool(
-    meets: Meets,
+    gpu: Gpu,
     pool: usize,
     size: u64,
     stream: usize,
     make: impl FnOnce() -> CuResult,
     key: impl FnOnce() -> u64,
 ) -> CuResult {
-    let gpu = match meets {
-        Meets::Nothing => return make(),
-        Meets::Refusal => return OUT_OF_MEMORY,
-        Meets::Limit(gpu) => gpu,
-    };
     if driver::is_capturing(stream) {
         return graphs::add(gpu, size, make);
     }
@@ -185,13 +172,7 @@ fn from_pool(
 
 /// Adds to what is counted for a pool.
 fn count(gpu: Gpu, pool: u64, size: u64) {
-    gpu.book(|book| {
-        if let Some(entry) = book.find(Kind::Pool, pool) {
-            entry.size += size;
-        } else {
-            book.insert(Entry::new(Kind::Pool, pool, gpu.number, size, 0));
-        }
-    });
+    gpu.book(|book| book.add(Entry::new(Kind::Pool, pool, gpu.number, size, 0)));
 }
 
 /// Makes what is counted for a pool what it has taken. `false`: it has taken more than there is room for.

@@ -12,8 +12,8 @@ gpufence_limiter::entry_points! { crate::result::DRIVER, crate::result::NOT_FOUN
         let answer = real(free, total);
         if answer == SUCCESS && let Meets::Limit(gpu) = current() {
             let (limit, left) = share_of(gpu);
-            *total = (*total).min(u32::try_from(limit).unwrap_or(u32::MAX));
-            *free = (*free).min(u32::try_from(left).unwrap_or(u32::MAX));
+            lower(&mut *total, limit);
+            lower(&mut *free, left);
         }
         answer
     }
@@ -23,8 +23,8 @@ gpufence_limiter::entry_points! { crate::result::DRIVER, crate::result::NOT_FOUN
         let answer = real(free, total);
         if answer == SUCCESS && let Meets::Limit(gpu) = current() {
             let (limit, left) = share_of(gpu);
-            *total = (*total).min(usize::try_from(limit).unwrap_or(usize::MAX));
-            *free = (*free).min(usize::try_from(left).unwrap_or(usize::MAX));
+            lower(&mut *total, limit);
+            lower(&mut *free, left);
         }
         answer
     }
@@ -33,7 +33,7 @@ gpufence_limiter::entry_points! { crate::result::DRIVER, crate::result::NOT_FOUN
     fn cuDeviceTotalMem(total: *mut u32, device: i32) |real| {
         let answer = real(total, device);
         if answer == SUCCESS && let Meets::Limit(gpu) = on_device(device) {
-            *total = (*total).min(u32::try_from(gpu.share.limits.gpus()[gpu.number].memory).unwrap_or(u32::MAX));
+            lower(&mut *total, gpu.limit().memory);
         }
         answer
     }
@@ -42,15 +42,21 @@ gpufence_limiter::entry_points! { crate::result::DRIVER, crate::result::NOT_FOUN
     fn cuDeviceTotalMem_v2(total: *mut usize, device: i32) |real| {
         let answer = real(total, device);
         if answer == SUCCESS && let Meets::Limit(gpu) = on_device(device) {
-            *total = (*total).min(usize::try_from(gpu.share.limits.gpus()[gpu.number].memory).unwrap_or(usize::MAX));
+            lower(&mut *total, gpu.limit().memory);
         }
         answer
     }
 }
 
+/// Makes a number at most `most`.
+fn lower<Number: Copy + Ord + TryFrom<u64>>(number: &mut Number, most: u64) {
+    // A limit that doesn't fit the number lowers nothing.
+    *number = Number::try_from(most).map_or(*number, |most| most.min(*number));
+}
+
 /// The limit, and what is left of it.
 fn share_of(gpu: crate::account::Gpu) -> (u64, u64) {
     pools::settle_all(gpu);
-    let limit = gpu.share.limits.gpus()[gpu.number].memory;
+    let limit = gpu.limit().memory;
     (limit, limit.saturating_sub(gpu.share.used(gpu.number)))
 }

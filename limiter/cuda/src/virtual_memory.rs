@@ -3,28 +3,16 @@
 use gpufence_limiter::share::{State, state};
 
 use crate::{
-    account::{self, Meets, on_device},
+    account::{self, Gpu, Meets},
     book::{Book, Entry, Kind},
-    pools::ON_DEVICE,
+    pools::Properties,
     result::SUCCESS,
 };
 
-/// The beginning of CUmemAllocationProp.
-#[repr(C)]
-#[derive(Debug)]
-pub struct AllocationProperties {
-    kind: i32,
-    handle_kinds: i32,
-    location_kind: i32,
-    location: i32,
-}
-
 gpufence_limiter::entry_points! { crate::result::DRIVER, crate::result::NOT_FOUND;
     /// Physical memory.
-    fn cuMemCreate(handle: *mut u64, size: usize, properties: *const AllocationProperties, flags: u64) |real| {
-        // On the host it isn't the GPU's.
-        let on_gpu = !properties.is_null() && (*properties).location_kind == ON_DEVICE;
-        let meets = if on_gpu { on_device((*properties).location) } else { Meets::Nothing };
+    fn cuMemCreate(handle: *mut u64, size: usize, properties: *const Properties, flags: u64) |real| {
+        let meets = properties.as_ref().map_or(Meets::Nothing, Properties::meets);
         account::allocate(meets, Kind::Physical, size as u64, || real(handle, size, properties, flags), || *handle)
     }
 
@@ -63,21 +51,15 @@ gpufence_limiter::entry_points! { crate::result::DRIVER, crate::result::NOT_FOUN
     /// Ends all mappings in a range.
     fn cuMemUnmap(address: u64, size: usize) |real| {
         let State::Limited(share) = state() else { return real(address, size) };
-        // They leave the book first: once unmapped, the range may be another thread's. What it keeps stays counted until it
-        // is unmapped indeed.
-        let exact = Book::with(share, |book| book.remove(Kind::Mapping, address)).flatten();
-        let several = exact.is_none_or(|entry| entry.size != size as u64);
-        let answer = real(address, size);
-        if answer != SUCCESS {
-            if let Some(entry) = exact {
-                Book::with(share, |book| book.insert(entry));
-            }
-            return answer;
-        }
-        if let Some(entry) = exact {
-            unmapped(entry);
-        }
-        if several {
+        // What a mapping keeps stays counted until it is unmapped indeed.
+        let mut several = true;
+        let take = |book: &mut Book| {
+            let entry = book.remove(Kind::Mapping, address);
+            several = entry.is_none_or(|entry| entry.size != size as u64);
+            entry
+        };
+        let answer = account::taken_out(share, take, || real(address, size), unmapped);
+        if answer == SUCCESS && several {
             let range = address..address.saturating_add(size as u64);
             while let Some(entry) = Book::with(share, |book| book.remove_in(Kind::Mapping, &range)).flatten() {
                 unmapped(entry);
@@ -101,6 +83,6 @@ fn change(handle: u64, work: impl FnOnce(&mut Entry)) {
         if entry.references == 0 && entry.holder == 0 { book.remove(Kind::Physical, handle) } else { None }
     });
     if let Some(Some(entry)) = gone {
-        share.give_back(usize::from(entry.gpu), entry.size);
+        Gpu::of_entry(share, &entry).give_back(entry.size);
     }
 }

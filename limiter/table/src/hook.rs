@@ -71,10 +71,8 @@ impl Symbol {
 /// An entry point of ours.
 #[derive(Debug)]
 pub struct Hook {
-    /// Its name.
-    pub name: &'static CStr,
     /// The real one behind it.
-    pub real: Symbol,
+    pub real: &'static Symbol,
     /// Its address.
     pub ours: Address,
 }
@@ -115,14 +113,19 @@ pub const fn c_name(name: &'static str) -> &'static CStr {
 macro_rules! entry_points {
     ($library:expr, $missing:expr; $($(#[$attribute:meta])* fn $name:ident($($argument:ident: $kind:ty),* $(,)?) |$real:ident| $body:block)*) => {
         $(
+            // A function and a module may have one name: what the function and the list share.
+            #[allow(non_snake_case, reason = "the driver's own name")]
+            mod $name {
+                pub(super) static REAL: $crate::hook::Symbol =
+                    $crate::hook::Symbol::new($crate::hook::c_name(concat!(stringify!($name), "\0")));
+            }
+
             $(#[$attribute])*
             #[unsafe(no_mangle)]
             pub unsafe extern "C" fn $name($($argument: $kind),*) -> i32 {
                 type Real = unsafe extern "C" fn($($kind),*) -> i32;
-                static SYMBOL: $crate::hook::Symbol =
-                    $crate::hook::Symbol::new($crate::hook::c_name(concat!(stringify!($name), "\0")));
                 // SAFETY: the driver's function of this name has these arguments, by its manual.
-                let Some($real) = (unsafe { $crate::hook::real::<Real>(&SYMBOL, &$library) }) else {
+                let Some($real) = (unsafe { $crate::hook::real::<Real>(&$name::REAL, &$library) }) else {
                     return $missing;
                 };
                 // SAFETY: the arguments are the caller's, passed on as they are; what is read through them is what the
@@ -134,8 +137,7 @@ macro_rules! entry_points {
         /// The entry points of this module.
         pub static HOOKS: [$crate::hook::Hook; [$(stringify!($name)),*].len()] = [$(
             $crate::hook::Hook {
-                name: $crate::hook::c_name(concat!(stringify!($name), "\0")),
-                real: $crate::hook::Symbol::new($crate::hook::c_name(concat!(stringify!($name), "\0"))),
+                real: &$name::REAL,
                 ours: $crate::hook::Address($name as *const core::ffi::c_void),
             },
         )*];
@@ -151,12 +153,11 @@ macro_rules! real_functions {
             pub unsafe fn $name($($argument: $kind),*) -> i32 {
                 static SYMBOL: $crate::hook::Symbol =
                     $crate::hook::Symbol::new($crate::hook::c_name(concat!(stringify!($symbol), "\0")));
-                let address = SYMBOL.address(&$library);
-                if address.is_null() {
-                    return $missing;
-                }
+                type Real = unsafe extern "C" fn($($kind),*) -> i32;
                 // SAFETY: the function of this name has these arguments, by its manual.
-                let real: unsafe extern "C" fn($($kind),*) -> i32 = unsafe { core::mem::transmute(address) };
+                let Some(real) = (unsafe { $crate::hook::real::<Real>(&SYMBOL, &$library) }) else {
+                    return $missing;
+                };
                 // SAFETY: the caller answers for what they point to.
                 unsafe { real($($argument),*) }
             }

@@ -225,21 +225,9 @@ impl Share {
         }
     }
 
-    /// Counts what is there in any case, such as what the driver has taken for itself.
-    pub fn count(&self, gpu: usize, size: u64) {
-        if let Some(slot) = self.slot() {
-            self.table.slots[slot].held[gpu].add(size);
-        }
-    }
-
     /// Counts an allocation that was denied.
     pub fn denied(&self, gpu: usize) {
         self.table.gpus[gpu].denied.add(1);
-    }
-
-    /// Bytes that this process holds of a GPU.
-    pub fn own_use(&self, gpu: usize) -> u64 {
-        self.slot().map_or(0, |slot| self.table.slots[slot].held[gpu].get())
     }
 
     /// Bytes that the living processes hold of a GPU.

@@ -66,23 +66,32 @@ pub trait Word {
     }
 }
 
-impl Word for AtomicU64 {
-    fn get(&self) -> u64 {
-        self.load(SeqCst)
-    }
+/// The same for each kind of atomic, and what one kind has besides.
+macro_rules! word {
+    ($atomic:ty { $($besides:item)* }) => {
+        impl Word for $atomic {
+            fn get(&self) -> u64 {
+                self.load(SeqCst)
+            }
 
-    fn set(&self, value: u64) {
-        self.store(value, SeqCst);
-    }
+            fn set(&self, value: u64) {
+                self.store(value, SeqCst);
+            }
 
-    fn add(&self, value: u64) -> u64 {
-        self.fetch_add(value, SeqCst)
-    }
+            fn add(&self, value: u64) -> u64 {
+                self.fetch_add(value, SeqCst)
+            }
 
-    fn swap_if(&self, old: u64, new: u64) -> bool {
-        self.compare_exchange(old, new, SeqCst, SeqCst).is_ok()
-    }
+            fn swap_if(&self, old: u64, new: u64) -> bool {
+                self.compare_exchange(old, new, SeqCst, SeqCst).is_ok()
+            }
+
+            $($besides)*
+        }
+    };
 }
+
+word!(AtomicU64 {});
 
 /// What is known of one GPU beside the slots.
 #[repr(C)]
@@ -92,8 +101,6 @@ pub struct Gpu<W> {
     pub denied: W,
     /// Nanoseconds for which kernel launches were held back.
     pub throttled: W,
-    /// `CLOCK_MONOTONIC` at which the running window of launches began; 0: none.
-    pub window: W,
     /// `CLOCK_MONOTONIC` before which nothing is launched.
     pub resume: W,
 }
@@ -266,27 +273,11 @@ mod tests {
 
     type Small<W> = Table<W, 1, 2>;
 
-    impl Word for loom::sync::atomic::AtomicU64 {
-        fn get(&self) -> u64 {
-            self.load(SeqCst)
-        }
-
-        fn set(&self, value: u64) {
-            self.store(value, SeqCst);
-        }
-
-        fn add(&self, value: u64) -> u64 {
-            self.fetch_add(value, SeqCst)
-        }
-
-        fn swap_if(&self, old: u64, new: u64) -> bool {
-            self.compare_exchange(old, new, SeqCst, SeqCst).is_ok()
-        }
-
+    word!(loom::sync::atomic::AtomicU64 {
         fn settle(&self) {
             loom::sync::atomic::fence(SeqCst);
         }
-    }
+    });
 
     /// Every interleaving with up to three switches that nothing forces; without the bound it takes minutes.
     fn check(model: impl Fn() + Send + Sync + 'static) {
@@ -296,7 +287,7 @@ mod tests {
     }
 
     fn small<W: Word, const COUNT: usize>(word: impl Fn(u64) -> W) -> Table<W, 1, COUNT> {
-        let gpu = || Gpu { denied: word(0), throttled: word(0), window: word(0), resume: word(0) };
+        let gpu = || Gpu { denied: word(0), throttled: word(0), resume: word(0) };
         Table {
             magic: word(MAGIC),
             top: word(0),
