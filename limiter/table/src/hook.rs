@@ -27,21 +27,24 @@ impl Library {
         Self { name, handle: AtomicPtr::new(ptr::null_mut()) }
     }
 
-    /// An entry point's address; null where the library has none of that name, or isn't there.
-    pub fn find(&self, name: &CStr) -> *mut c_void {
+    /// An entry point's address; null where the library has none of that name. `None`: it isn't there itself.
+    pub fn find(&self, name: &CStr) -> Option<*mut c_void> {
         let mut handle = self.handle.load(Ordering::Acquire);
         if handle.is_null() {
             // SAFETY: a C string; for the real driver it only counts up, since we need it and so it is loaded.
             handle = unsafe { dlopen(self.name.as_ptr(), RTLD_LAZY) };
             if handle.is_null() {
-                return handle;
+                return None;
             }
             self.handle.store(handle, Ordering::Release);
         }
         // SAFETY: the handle is of a library that stays loaded, and the name is a C string.
-        unsafe { dlsym(handle, name.as_ptr()) }
+        Some(unsafe { dlsym(handle, name.as_ptr()) })
     }
 }
+
+/// In [`Symbol::address`]: looked for, and the library has none.
+const ABSENT: *mut c_void = ptr::without_provenance_mut(1);
 
 /// An entry point of a library, looked up once.
 #[derive(Debug)]
@@ -56,15 +59,15 @@ impl Symbol {
         Self { name, address: AtomicPtr::new(ptr::null_mut()) }
     }
 
-    /// Its address; null where the library has none. What isn't there is looked up again: it is the rare case.
+    /// Its address; null where the library has none. A library that isn't there is looked for again.
     pub fn address(&self, library: &Library) -> *mut c_void {
-        let known = self.address.load(Ordering::Relaxed);
-        if !known.is_null() {
-            return known;
+        let mut known = self.address.load(Ordering::Relaxed);
+        if known.is_null() {
+            let Some(found) = library.find(self.name) else { return known };
+            known = if found.is_null() { ABSENT } else { found };
+            self.address.store(known, Ordering::Relaxed);
         }
-        let found = library.find(self.name);
-        self.address.store(found, Ordering::Relaxed);
-        found
+        if known == ABSENT { ptr::null_mut() } else { known }
     }
 }
 
@@ -163,4 +166,22 @@ macro_rules! real_functions {
             }
         )*
     };
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_there_and_what_is_not() {
+        let library = Library::new(c"libc.so.6");
+        let (there, absent) = (Symbol::new(c"memcpy"), Symbol::new(c"gpufence_none"));
+        for _ in 0..2 {
+            assert!(!there.address(&library).is_null());
+            assert!(absent.address(&library).is_null());
+        }
+        let nowhere = Symbol::new(c"memcpy");
+        assert!(nowhere.address(&Library::new(c"libgpufence-none.so")).is_null());
+        assert!(!nowhere.address(&library).is_null(), "found once the library is there");
+    }
 }
