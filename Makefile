@@ -4,6 +4,8 @@ SHELL := /bin/sh
 CARGO ?= cargo
 TARGET := $(or $(CARGO_TARGET_DIR),target)
 PREFIX ?= /usr/local
+# The limiter's libraries, where programs below target/ look for them.
+LIMITER := $(TARGET)/lib/gpufence
 # Where the demo's simulated machine is; it goes when the demo ends.
 SIMULATED := /run/gpufence-simulated
 
@@ -23,6 +25,7 @@ cargo:
 demo: cargo ## Install what is missing, build, and show what five containers see (as root)
 	@tests/setup.sh demo
 	$(CARGO) build --package gpufence-cli --package gpufence-shim --package gpufence-hook --package gpufence-tests --bins
+	limiter/build.sh $(LIMITER)
 	@if [ -e /proc/driver/nvidia/version ]; then \
 		exec $(TARGET)/debug/gpufence demo; \
 	fi; \
@@ -38,6 +41,7 @@ test: cargo ## Install what is missing, and run every check and test (as root)
 	$(CARGO) fmt --all --check
 	$(CARGO) clippy --workspace --all-targets -- --deny warnings
 	$(CARGO) build --workspace --bins
+	limiter/build.sh $(LIMITER)
 	$(CARGO) test --workspace
 
 .PHONY: bench
@@ -46,7 +50,8 @@ bench: cargo release ## Measure our shim beside containerd's own, as ratios (as 
 	GPUFENCE_PROGRAMS=$(abspath $(TARGET)/release) $(CARGO) bench --quiet --profile dev --package gpufence-tests --benches
 
 .PHONY: release
-release: cargo ## Build the programs for use
+release: cargo ## Build the programs and the limiter for use
+	limiter/build.sh $(LIMITER)
 	$(CARGO) build --release --package gpufence-cli
 	# Static, docs/decisions/0005: less memory for each Pod, a quicker start for each container.
 	$(CARGO) rustc --release --package gpufence-shim --bin containerd-shim-gpufence-v1 -- --codegen target-feature=+crt-static
@@ -54,8 +59,10 @@ release: cargo ## Build the programs for use
 	$(CARGO) rustc --release --package gpufence-hook --bin gpufence-hook -- --codegen target-feature=+crt-static
 
 .PHONY: install
-install: ## Install the programs, manual pages and completions below PREFIX (run `make release` first)
+install: ## Install the programs, the limiter, manual pages and completions below PREFIX (run `make release` first)
 	install -D -m 755 -t $(DESTDIR)$(PREFIX)/bin $(addprefix $(TARGET)/release/,gpufence containerd-shim-gpufence-v1 gpufence-runtime gpufence-hook)
+	install -D -m 644 -t $(DESTDIR)$(PREFIX)/lib/gpufence $(LIMITER)/libcuda.so.1 $(LIMITER)/libnvidia-ml.so.1
+	install -D -m 644 -t $(DESTDIR)$(PREFIX)/lib/gpufence/compute $(LIMITER)/compute/libcuda.so.1
 	$(TARGET)/release/gpufence man $(DESTDIR)$(PREFIX)/share/man/man1
 	install -D -m 644 -t $(DESTDIR)$(PREFIX)/share/man/man8 packaging/man/containerd-shim-gpufence-v1.8 packaging/man/gpufence-runtime.8 packaging/man/gpufence-hook.8
 	install -D -m 644 -t $(DESTDIR)$(PREFIX)/share/man/man5 packaging/man/gpufence-config.5

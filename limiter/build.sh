@@ -17,6 +17,7 @@ stub() {
 }
 stub libc.so.6 'memcpy memmove memset memcmp bcmp strlen dlopen dlsym'
 stub libcuda-driver.so.1 ''
+stub libnvidia-ml-driver.so.1 ''
 
 # library PACKAGE BUILT SONAME REAL OUTPUT [cargo's arguments]
 library() {
@@ -32,3 +33,4 @@ $stubs_here/$real $stubs_here/libc.so.6"
 }
 library gpufence-limiter-cuda libgpufence_cuda.so libcuda.so.1 libcuda-driver.so.1 "$folder/libcuda.so.1"
 library gpufence-limiter-cuda libgpufence_cuda.so libcuda.so.1 libcuda-driver.so.1 "$folder/compute/libcuda.so.1" --features compute
+library gpufence-limiter-nvml libgpufence_nvml.so libnvidia-ml.so.1 libnvidia-ml-driver.so.1 "$folder/libnvidia-ml.so.1"

@@ -134,5 +134,5 @@ pub fn cache_hook(stage: &Stage, options: &EditOptions, hook: &Path) -> SpecHook
 /// A bind mount that a container can't write through.
 pub fn read_only(host_path: String, container_path: String) -> SpecMount {
     let options = ["ro", "nosuid", "nodev", "rbind", "rprivate"].map(str::to_owned).to_vec();
-    SpecMount { host_path, container_path, options }
+    SpecMount { host_path, container_path, kind: None, options }
 }

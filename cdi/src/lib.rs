@@ -15,7 +15,7 @@
 //! * [`inventory`]: both together, as `/run/gpufence/inventory.json`;
 //! * [`stage`]: the folder on the host that containers mount;
 //! * [`edits`] and [`spec`]: what a container gets, and CDI's form of it;
-//! * [`loader`]: what makes the libraries findable in an image;
+//! * [`loader`]: what makes the libraries findable in an image, and [`limiter`], which libraries stand before them;
 //! * [`fence`]: what it must not reach, for the check before it starts.
 //!
 //! No NVML, no ldconfig, no process: everything here but `nvml` may stand on the create path. This crate knows nothing
@@ -30,6 +30,7 @@ mod error;
 pub mod fence;
 pub mod inventory;
 pub mod ldcache;
+pub mod limiter;
 pub mod loader;
 #[cfg(feature = "nvml")]
 pub mod nvml;

@@ -109,6 +109,9 @@ pub struct SpecMount {
     pub host_path: String,
     /// Where.
     pub container_path: String,
+    /// The filesystem, where it isn't a bind mount.
+    #[serde(rename = "type", default, skip_serializing_if = "Option::is_none")]
+    pub kind: Option<String>,
     /// Mount options.
     pub options: Vec<String>,
 }

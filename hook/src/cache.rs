@@ -16,7 +16,7 @@ use std::{
 use gpufence_cdi::{
     capability::DriverCapabilities,
     edits::CONTAINER_FOLDER,
-    loader::{self, LoaderFile},
+    loader::{self, Choice, LoaderFile},
     root::Root,
     stage::Stage,
 };
@@ -37,7 +37,8 @@ pub fn run(state: &State, stage: &Path, capabilities: &DriverCapabilities) -> Re
             return Err(HookError::NoLibraries(folder.into()));
         }
     }
-    for file in loader::files(&root, &stage, capabilities, true)? {
+    let choice = Choice { capabilities, cuda_compat: true, limiter: false };
+    for file in loader::files(&root, &stage, choice)? {
         bind(&root, &file, &state.id)?;
     }
     Ok(())

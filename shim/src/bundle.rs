@@ -14,7 +14,7 @@ use gpufence_cdi::{
     edits::{self, CONTAINER_FOLDER, EditOptions},
     fence::Fence,
     inventory::{Found, Inventory, Roots},
-    loader::{self, LoaderFile},
+    loader::{self, Choice, LoaderFile},
     root::Root,
     spec::{self, ContainerEdits, SpecMount},
     stage::Stage,
@@ -34,9 +34,11 @@ use crate::{
     exec::Held,
     hooks,
     identity::{ContainerKind, Identity},
+    limiter::Limiter,
+    memory::{self, Rung},
     policy::Policy,
     runtime_path,
-    state::{ContainerFolder, Record, RecordedShare},
+    state::{ContainerFolder, Record, RecordedShare, View},
     visible_devices,
 };
 
@@ -130,7 +132,7 @@ struct Prepared {
     record: Record,
     limits: String,
     loader_files: Vec<LoaderFile>,
-    mount_points: Vec<String>,
+    view: View,
 }
 
 fn prepare(
@@ -164,11 +166,23 @@ fn prepare(
     let in_folder = |name: &str, container_path: &str| {
         edits::read_only(folder.path().join(name).to_string_lossy().into_owned(), container_path.to_owned())
     };
-    let mount_points = mount_points(&driver.mounts);
+    let limiter = memory::limiter(policy)?;
+    let rung = if limiter.is_some() { Rung::Limiter } else { Rung::None };
+    memory::accept(policy, rung)?;
+    let mut view = View { folders: mount_points(&driver.mounts), ..View::default() };
     // The view comes first: the stage's folders are mounted into it.
     edits.mounts.push(in_folder("view", CONTAINER_FOLDER));
     edits.mounts.append(&mut driver.mounts);
-    let loader_files = loader::files(&Root::open(rootfs)?, &stage, &options.capabilities, policy.cuda_compat)?;
+    let has_limiter = limiter.is_some();
+    if let Some(limiter) = limiter {
+        let compute_limited = shares.iter().any(|share| share.compute_percent.is_some_and(|percent| percent < 100));
+        let (mut mounts, mut limiter_view) = limiter.brings(&stage, &options.capabilities, compute_limited);
+        edits.mounts.append(&mut mounts);
+        view.folders.append(&mut limiter_view.folders);
+        view = View { folders: view.folders, ..limiter_view };
+    }
+    let choice = Choice { capabilities: &options.capabilities, cuda_compat: policy.cuda_compat, limiter: has_limiter };
+    let loader_files = loader::files(&Root::open(rootfs)?, &stage, choice)?;
     edits.mounts.extend(loader_files.iter().map(|file| in_folder(file.name, &file.container_path)));
 
     let visible: Vec<String> = shares.iter().zip(&found).map(|(share, found)| uuid(share, found)).collect();
@@ -196,16 +210,21 @@ fn prepare(
         shares: recorded.collect(),
         driver_capabilities: options.capabilities.clone(),
         dropped_capabilities: Vec::new(),
+        memory_held_by: rung,
     };
     Ok(Prepared {
         host: roots.host.path().to_owned(),
         devices: inventory.devices,
         edits,
-        granted: Granted { visible, capabilities: options.capabilities },
+        granted: Granted {
+            visible,
+            memory_mib: shares.iter().map(|share| share.memory_mib).collect(),
+            capabilities: options.capabilities,
+        },
         record,
         limits: limits::write(&Limits { gpus: limits, on_failure: policy.memory.on_limiter_failure }),
         loader_files,
-        mount_points,
+        view,
     })
 }
 
@@ -229,6 +248,12 @@ fn finish(
     let (edits, granted) =
         prepared.map_or_else(Default::default, |prepared| (prepared.edits.clone(), prepared.granted.clone()));
     let containers = policy.state_dir.join("containers");
+    let limiter = Limiter::folder(policy);
+    let mount_sources: Vec<&Path> = [Some(&policy.stage_dir), Some(&containers), limiter.as_ref()]
+        .into_iter()
+        .flatten()
+        .map(PathBuf::as_path)
+        .collect();
     let dropped_capabilities = enforce::dropped_capabilities(before, &granted, shares_host_pids(before), policy);
     let given = Given {
         edits: &edits,
@@ -236,14 +261,14 @@ fn finish(
         devices: &devices,
         dropped_capabilities: &dropped_capabilities,
         policy,
-        mount_sources: &[&policy.stage_dir, &containers],
+        mount_sources: &mount_sources,
     };
     let mut after = enforce::enforce(before.clone(), &given)?;
     if prepared.is_some() && !bundle.restored {
         hooks::add_own(&mut after, folder.path(), &runtime_path::hook(policy)?, bundle.clean_up_by_hook)?;
     }
     if let Some(prepared) = prepared {
-        folder.create(prepared.mount_points.iter().map(String::as_str))?;
+        folder.create(&prepared.view)?;
         folder.write("view/limits", prepared.limits.as_bytes())?;
         for file in &prepared.loader_files {
             folder.write(file.name, &file.content)?;

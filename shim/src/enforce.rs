@@ -148,7 +148,11 @@ mod tests {
 
     #[test]
     fn a_grant_drops_capabilities_and_adds_groups() {
-        let granted = Granted { visible: vec!["GPU-a".into()], capabilities: [DriverCapability::Compute].into() };
+        let granted = Granted {
+            visible: vec!["GPU-a".into()],
+            memory_mib: vec![1024],
+            capabilities: [DriverCapability::Compute].into(),
+        };
         let edits = ContainerEdits { additional_gids: vec![44], ..ContainerEdits::default() };
         let spec = run(ordinary(), &granted, &edits, &Policy::default()).unwrap();
         assert_eq!(spec["process"]["capabilities"]["bounding"], json!(["CAP_CHOWN"]));

@@ -15,11 +15,18 @@ const REQUESTS: [&str; 6] = [
     "NVIDIA_GDRCOPY",
 ];
 
+/// Variables of ours that tell programs of their memory, in MiB and in GiB. Nothing is enforced by them.
+const MEMORY: [&str; 2] = ["GPUFENCE_MEMORY_MIB", "GPU_MEM_GB"];
+/// Makes CUDA number the GPUs in the grant's order. A container that has one of its own keeps it.
+const ORDER: &str = "CUDA_VISIBLE_DEVICES";
+
 /// What a container's environment is to say.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Granted {
     /// The UUIDs of its GPUs, in order; empty with no grant.
     pub visible: Vec<String>,
+    /// The memory limit of each, in MiB.
+    pub memory_mib: Vec<u64>,
     /// Its driver capabilities.
     pub capabilities: DriverCapabilities,
 }
@@ -38,15 +45,16 @@ pub fn chosen_capabilities(process: &Value, allowed: &DriverCapabilities) -> Opt
 /// With no grant, nothing is added to an environment that doesn't speak of GPUs.
 pub fn rewrite(process: &mut Value, granted: &Granted) -> Result<(), EnforceError> {
     let mut spoke = false;
+    let has_grant = !granted.visible.is_empty();
     if let Some(variables) = json::list_if_there(process, &["env"])? {
         variables.retain(|variable| {
             let name = variable.as_str().and_then(|text| text.split_once('=')).map(|(name, _)| name);
             let request = name.is_some_and(|name| REQUESTS.contains(&name));
             spoke |= request;
-            !request
+            !request && !name.is_some_and(|name| has_grant && MEMORY.contains(&name))
         });
     }
-    if granted.visible.is_empty() {
+    if !has_grant {
         if spoke {
             // NVIDIA's word for "nothing at all", also for a runtime nested in this container.
             json::list(process, &["env"])?.push(json!("NVIDIA_VISIBLE_DEVICES=void"));
@@ -54,9 +62,24 @@ pub fn rewrite(process: &mut Value, granted: &Granted) -> Result<(), EnforceErro
         return Ok(());
     }
     let names: Vec<&str> = granted.capabilities.iter().map(|capability| capability.name()).collect();
-    json::list(process, &["env"])?.extend([
+    let each = |number: fn(u64) -> u64| {
+        let numbers = granted.memory_mib.iter().map(|mib| number(*mib).to_string());
+        numbers.collect::<Vec<_>>().join(",")
+    };
+    let variables = json::list(process, &["env"])?;
+    let is_order = |variable: &Value| {
+        variable.as_str().and_then(|text| text.strip_prefix(ORDER)).is_some_and(|rest| rest.starts_with('='))
+    };
+    // CUDA knows its devices by UUID; a GPU that is named otherwise is the container's only one.
+    let by_uuid = |name: &String| name.starts_with("GPU-") || name.starts_with("MIG-");
+    if granted.visible.iter().all(by_uuid) && !variables.iter().any(is_order) {
+        variables.push(json!(format!("{ORDER}={}", granted.visible.join(","))));
+    }
+    variables.extend([
         json!(format!("NVIDIA_VISIBLE_DEVICES={}", granted.visible.join(","))),
         json!(format!("NVIDIA_DRIVER_CAPABILITIES={}", names.join(","))),
+        json!(format!("{}={}", MEMORY[0], each(|mib| mib))),
+        json!(format!("{}={}", MEMORY[1], each(|mib| mib >> 10))),
     ]);
     Ok(())
 }
@@ -71,12 +94,25 @@ mod tests {
     fn says_what_was_granted() {
         let mut process =
             json!({"env": ["PATH=/bin", "NVIDIA_VISIBLE_DEVICES=all", "noequals", "NVIDIA_DRIVER_CAPABILITIES=all"]});
-        let granted = Granted { visible: vec!["GPU-a".into()], capabilities: [Compute, Utility].into() };
+        let granted = Granted {
+            visible: vec!["GPU-a".into(), "GPU-b".into()],
+            memory_mib: vec![8192, 1536],
+            capabilities: [Compute, Utility].into(),
+        };
         rewrite(&mut process, &granted).unwrap();
-        let expected = json!({"env": ["PATH=/bin", "noequals", "NVIDIA_VISIBLE_DEVICES=GPU-a", "NVIDIA_DRIVER_CAPABILITIES=compute,utility"]});
+        let expected = json!({"env": [
+            "PATH=/bin", "noequals", "CUDA_VISIBLE_DEVICES=GPU-a,GPU-b",
+            "NVIDIA_VISIBLE_DEVICES=GPU-a,GPU-b", "NVIDIA_DRIVER_CAPABILITIES=compute,utility",
+            "GPUFENCE_MEMORY_MIB=8192,1536", "GPU_MEM_GB=8,1",
+        ]});
         assert_eq!(process, expected);
         rewrite(&mut process, &granted).unwrap();
-        assert_eq!(process, expected);
+        assert_eq!(process, expected, "twice is as once");
+        let mut process = json!({"env": ["CUDA_VISIBLE_DEVICES=1", "GPU_MEM_GB=80"]});
+        rewrite(&mut process, &granted).unwrap();
+        let variables = process["env"].as_array().unwrap();
+        assert!(variables.contains(&json!("CUDA_VISIBLE_DEVICES=1")), "its own choice among what it was granted");
+        assert!(!variables.contains(&json!("GPU_MEM_GB=80")) && variables.contains(&json!("GPU_MEM_GB=8,1")));
     }
 
     #[test]

@@ -6,6 +6,8 @@ use gpufence_cdi::CdiError;
 use gpufence_grant::annotation::AnnotationError;
 use thiserror::Error;
 
+use crate::memory::Rung;
+
 /// A grant that can't be read, verified or met, or a bundle that can't be edited.
 #[derive(Debug, Error)]
 #[non_exhaustive]
@@ -94,6 +96,21 @@ pub enum EnforceError {
     Unfenceable {
         /// The rule as it stands in linux.resources.devices.
         rule: String,
+    },
+    /// The limiter isn't installed.
+    #[error(
+        "{} has not all of the limiter's libraries, so no memory limit would hold; install them there, or name their folder as memory.limiter in the policy, or accept no limit with memory.require = \"none\"", .0.display()
+    )]
+    NoLimiter(PathBuf),
+    /// What keeps the container to its memory limit is weaker than policy accepts.
+    #[error(
+        "the memory limit would be held by \"{rung}\", and this node's policy accepts nothing below \"{require}\" (memory.require)"
+    )]
+    BelowRung {
+        /// What policy says.
+        require: Rung,
+        /// What holds.
+        rung: Rung,
     },
     /// No low-level runtime to wrap.
     #[error("none of the policy's runtimes ({names}) is on the engine's PATH or in a usual folder; install runc")]

@@ -56,6 +56,7 @@ pub fn held(policy: &Policy, namespace: &str, id: &str) -> Result<Held, EnforceE
         .map_err(|error| EnforceError::Spec { path: file.clone(), what: error.to_string() })?;
     Ok(Held {
         granted: Granted {
+            memory_mib: record.shares.iter().map(|share| share.memory_mib).collect(),
             visible: record.shares.into_iter().map(|share| share.gpu).collect(),
             capabilities: record.driver_capabilities,
         },
@@ -97,6 +98,7 @@ mod tests {
     use serde_json::json;
 
     use super::*;
+    use crate::state::View;
 
     #[test]
     fn a_file_is_held_in_place() {
@@ -123,7 +125,7 @@ mod tests {
         assert_eq!(held(&allow, "moby", "a").unwrap().dropped_capabilities, Vec::<String>::new());
         assert!(held(&policy, "moby", "../a").is_err());
         let own = ContainerFolder::of(&policy, "moby", "a").unwrap();
-        own.create([]).unwrap();
+        own.create(&View::default()).unwrap();
         own.write("record.json", b"{}").unwrap();
         assert!(held(&policy, "moby", "a").is_err(), "a record that can't be read is no reason to let go");
     }

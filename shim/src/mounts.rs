@@ -1,11 +1,11 @@
-//! `mounts`: the stage, the container's own folder and the new `ld.so.cache`, and no older ones of ours.
+//! `mounts`: the stage, the container's own folder, the limiter and the new `ld.so.cache`, and no older ones of ours.
 
 use std::path::Path;
 
 use gpufence_cdi::spec::SpecMount;
 use serde_json::{Value, json};
 
-use crate::{EnforceError, json};
+use crate::{EnforceError, json, limiter::USAGE_SOURCE};
 
 /// Replaces our mounts. They stand last, so that nothing the Pod mounts lies over them.
 ///
@@ -13,13 +13,14 @@ use crate::{EnforceError, json};
 pub fn replace(spec: &mut Value, mounts: &[SpecMount], ours: &[&Path]) -> Result<(), EnforceError> {
     if let Some(list) = json::list_if_there(spec, &["mounts"])? {
         list.retain(|mount| {
-            let source = Path::new(mount.get("source").and_then(Value::as_str).unwrap_or_default());
-            !ours.iter().any(|folder| source.starts_with(folder))
+            let source = mount.get("source").and_then(Value::as_str).unwrap_or_default();
+            source != USAGE_SOURCE && !ours.iter().any(|folder| Path::new(source).starts_with(folder))
         });
     }
     if !mounts.is_empty() {
         json::list(spec, &["mounts"])?.extend(mounts.iter().map(|mount| {
-            json!({"destination": mount.container_path, "type": "bind", "source": mount.host_path, "options": mount.options})
+            let kind = mount.kind.as_deref().unwrap_or("bind");
+            json!({"destination": mount.container_path, "type": kind, "source": mount.host_path, "options": mount.options})
         }));
     }
     Ok(())
@@ -32,10 +33,12 @@ mod tests {
     #[test]
     fn ours_are_replaced_and_stand_last() {
         let mount = |source: &str| json!({"destination": "/x", "source": source});
-        let mut spec = json!({"mounts": [mount("/var/lib/gpufence/stage/1/compute"), mount("/home")]});
+        let mut spec =
+            json!({"mounts": [mount("/var/lib/gpufence/stage/1/compute"), mount("/home"), mount("gpufence-usage")]});
         let new = SpecMount {
             host_path: "/var/lib/gpufence/stage/2/compute".into(),
             container_path: "/y".into(),
+            kind: None,
             options: vec!["ro".into()],
         };
         replace(&mut spec, &[new], &[Path::new("/var/lib/gpufence/stage")]).unwrap();

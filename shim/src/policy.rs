@@ -6,7 +6,7 @@ use gpufence_cdi::capability::{DriverCapabilities, DriverCapability};
 use gpufence_grant::limits::OnFailure;
 use serde::{Deserialize, Serialize};
 
-use crate::EnforceError;
+use crate::{EnforceError, memory::Rung};
 
 /// Where the policy is, unless [`POLICY_VARIABLE`] says otherwise.
 pub const POLICY_FILE: &str = "/etc/gpufence/config.toml";
@@ -29,6 +29,10 @@ pub enum Privileged {
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct MemoryPolicy {
+    /// The weakest thing that may keep a container to its limit; below it the container is not created.
+    pub require: Rung,
+    /// The folder of the limiter's libraries. By default `../lib/gpufence` from our own program; empty: no limiter.
+    pub limiter: Option<PathBuf>,
     /// What becomes of allocations when the limiter itself fails.
     pub on_limiter_failure: OnFailure,
 }
@@ -159,6 +163,12 @@ impl Policy {
         if let Some(hook) = policy.hook.as_ref().filter(|hook| !hook.is_absolute()) {
             return Err(error(format!("hook = \"{}\" is not an absolute path", hook.display())));
         }
+        if let Some(folder) = &policy.memory.limiter
+            && !folder.is_absolute()
+            && !folder.as_os_str().is_empty()
+        {
+            return Err(error(format!("memory.limiter = \"{}\" is not an absolute path", folder.display())));
+        }
         if policy.runtime_timeout_seconds == 0 {
             return Err(error("runtime_timeout_seconds is 0; give at least 1".into()));
         }
@@ -200,7 +210,8 @@ mod tests {
             ("runtime_timeout_seconds = 0", "at least 1"),
             ("allowed_driver_capabilities = [\"cuda\"]", "unknown variant `cuda`"),
             ("[memory]\non_limiter_failure = \"maybe\"", "unknown variant `maybe`"),
-            ("[memory]\nrequire = \"driver\"", "unknown field `require`"),
+            ("[memory]\nrequire = \"much\"", "unknown variant `much`"),
+            ("[memory]\nlimiter = \"lib\"", "not an absolute path"),
             ("[memory]\non_failure = \"deny\"", "unknown field `on_failure`"),
             ("=", "TOML parse error"),
         ] {

@@ -5,20 +5,20 @@
 //! cdi.json       the CDI spec of exactly this container
 //! fence.json     which device nodes it has and which it must not reach, for gpufence-hook
 //! ld.so.cache    mounted over the image's
-//! view/          mounted at /usr/lib/gpufence, with a folder for each of the stage's
+//! view/          mounted at /usr/lib/gpufence, with a folder for each of the stage's and what the limiter needs
 //! view/limits    the limits file
 //! ```
 
 use std::{
     fs,
-    os::unix::fs::PermissionsExt,
+    os::unix::fs::{PermissionsExt, symlink},
     path::{Path, PathBuf},
 };
 
 use gpufence_cdi::capability::DriverCapabilities;
 use serde::{Deserialize, Serialize};
 
-use crate::{EnforceError, error::io_error, policy::Policy};
+use crate::{EnforceError, error::io_error, memory::Rung, policy::Policy};
 
 /// What is known of a container with a grant.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -43,6 +43,9 @@ pub struct Record {
     pub driver_capabilities: DriverCapabilities,
     /// Linux capabilities that none of its processes has.
     pub dropped_capabilities: Vec<String>,
+    /// What keeps it to its memory limit.
+    #[serde(default)]
+    pub memory_held_by: Rung,
 }
 
 /// One share.
@@ -57,6 +60,17 @@ pub struct RecordedShare {
     /// The compute limit.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub compute_percent: Option<u8>,
+}
+
+/// What a view has beside the limits file.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct View {
+    /// Folders, for mounts; right below the view.
+    pub folders: Vec<String>,
+    /// Empty files, for mounts.
+    pub files: Vec<String>,
+    /// Links, and what they point to.
+    pub links: Vec<(String, String)>,
 }
 
 /// A container's folder.
@@ -79,8 +93,8 @@ impl ContainerFolder {
         &self.0
     }
 
-    /// Makes it anew, with a view that has `mount_points` as folders.
-    pub fn create<'a>(&self, mount_points: impl IntoIterator<Item = &'a str>) -> Result<(), EnforceError> {
+    /// Makes it anew.
+    pub fn create(&self, content: &View) -> Result<(), EnforceError> {
         self.remove()?;
         let view = self.0.join("view");
         fs::create_dir_all(&view).map_err(io_error("create folder", &view))?;
@@ -88,10 +102,18 @@ impl ContainerFolder {
         let readable =
             |path: &Path| fs::set_permissions(path, fs::Permissions::from_mode(0o755)).map_err(io_error("chmod", path));
         readable(&view)?;
-        for name in mount_points {
+        for name in &content.folders {
             let folder = view.join(name);
             fs::create_dir(&folder).map_err(io_error("create folder", &folder))?;
             readable(&folder)?;
+        }
+        for name in &content.files {
+            let file = view.join(name);
+            fs::File::create(&file).map_err(io_error("create", &file))?;
+        }
+        for (name, target) in &content.links {
+            let link = view.join(name);
+            symlink(target, &link).map_err(io_error("link", &link))?;
         }
         Ok(())
     }
