@@ -3,7 +3,7 @@
 
 use std::{
     collections::BTreeMap,
-    ffi::CString,
+    ffi::{CStr, CString, c_char, c_void},
     fs,
     io::Write,
     os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt},
@@ -203,21 +203,35 @@ fn make(device: &str) -> Result<Made> {
 /// The file that the loader finds for a name.
 fn load(name: &str) -> Result<Option<String>> {
     let c_name = CString::new(name).context("a library's name has no NUL")?;
-    if !dlopen(&c_name) {
-        return Ok(None);
+    let Some(path) = loaded_path(&c_name) else { return Ok(None) };
+    let path = path.to_string_lossy().into_owned();
+    // Where the path has links in it, the file behind them.
+    Ok(Some(fs::canonicalize(&path).map_or(path, |path| path.to_string_lossy().into_owned())))
+}
+
+/// Loads a library, and gives the path that the loader has it by.
+fn loaded_path(name: &CStr) -> Option<CString> {
+    /// The beginning of `struct link_map` (link.h).
+    #[repr(C)]
+    struct LinkMap {
+        address: usize,
+        path: *const c_char,
     }
-    let stem = name.split(".so").next().unwrap_or(name);
-    let maps = fs::read_to_string("/proc/self/maps").context("read /proc/self/maps")?;
-    let file = maps.lines().filter_map(|line| line.find('/').map(|start| &line[start..])).find(|path| {
-        path.rsplit('/').next().is_some_and(|file| file.strip_prefix(stem).is_some_and(|rest| rest.starts_with(".so")))
-    });
-    Ok(Some(file.unwrap_or("loaded").to_owned()))
+    let handle = dlopen(name)?;
+    let mut map: *const LinkMap = std::ptr::null();
+    #[allow(unsafe_code, reason = "one-line wrapper")]
+    // SAFETY: the handle is a library's that stays loaded; RTLD_DI_LINKMAP writes a pointer to its link map.
+    let found = unsafe { libc::dlinfo(handle, libc::RTLD_DI_LINKMAP, (&raw mut map).cast()) == 0 && !map.is_null() };
+    #[allow(unsafe_code, reason = "one-line wrapper")]
+    // SAFETY: as above; the path is a C string of the loader's.
+    found.then(|| unsafe { CStr::from_ptr((*map).path) }.to_owned())
 }
 
 #[allow(unsafe_code, reason = "one-line wrapper")]
-fn dlopen(name: &std::ffi::CStr) -> bool {
+fn dlopen(name: &CStr) -> Option<*mut c_void> {
     // SAFETY: the name is a C string; the library's initialisers run, which is what is to be tried.
-    !unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) }.is_null()
+    let handle = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
+    (!handle.is_null()).then_some(handle)
 }
 
 fn read_limits() -> Result<Vec<LimitSeen>> {
