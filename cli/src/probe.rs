@@ -90,7 +90,7 @@ pub struct Report {
     pub limits: Vec<LimitSeen>,
     /// Capability sets by name: inheritable, permitted, effective, bounding, ambient.
     pub capabilities: BTreeMap<String, Vec<String>>,
-    /// `NVIDIA_*` and `CUDA_*`.
+    /// `NVIDIA_*`, `CUDA_*`, `GPUFENCE_*` and `GPU_*`.
     pub environment: BTreeMap<String, String>,
 }
 
@@ -145,7 +145,7 @@ fn look(arguments: &ProbeArguments) -> Result<Report> {
     let names = LIBRARIES.iter().map(|&name| name.to_owned()).chain(arguments.load.iter().cloned());
     let environment = std::env::vars_os().filter_map(|(key, value)| {
         let key = key.to_string_lossy().into_owned();
-        let ours = ["NVIDIA_", "CUDA_", "GPUFENCE_"].iter().any(|start| key.starts_with(start));
+        let ours = ["NVIDIA_", "CUDA_", "GPUFENCE_", "GPU_"].iter().any(|start| key.starts_with(start));
         ours.then(|| (key, value.to_string_lossy().into_owned()))
     });
     Ok(Report {

@@ -59,7 +59,8 @@ impl Limiter {
             shadow(&self.folder.join(NVML.soname), NVML, &mut mounts, &mut view);
             link(DriverCapability::Utility, NVML, &mut view);
         } else if has(DriverCapability::Compute) && stage.capabilities.contains_key(&DriverCapability::Utility) {
-            // The CUDA shadow measures contexts with it.
+            // The CUDA shadow measures contexts with it, and loads its shadow first; glibc's cache has neither.
+            shadow(&self.folder.join(NVML.soname), NVML, &mut mounts, &mut view);
             let inside = format!("{DRIVER}/{}", NVML.driver);
             let real = stage.folder.join(DriverCapability::Utility.name()).join(NVML.soname);
             mount(&real, inside, &mut mounts, &mut view);

@@ -5,6 +5,7 @@ use std::{
     path::{Path, PathBuf},
     process::{Command, Output},
     sync::atomic::{AtomicU32, Ordering},
+    time::{Duration, Instant},
 };
 
 use anyhow::{Context, Result};
@@ -136,6 +137,14 @@ impl Host {
         Ok(())
     }
 
+    /// Has NVML tell what the create path doesn't ask it: MIG instances' UUIDs and how much memory there is.
+    pub fn take_inventory_with_nvml(&self) -> Result<()> {
+        let mut call = Command::new(programs::built()?.join("gpufence"));
+        let output = call.args(["inventory", "--nvml"]).env("GPUFENCE_CONFIG", self.policy()).output()?;
+        anyhow::ensure!(output.status.success(), "{output:?}");
+        Ok(())
+    }
+
     /// The policy file.
     pub fn policy(&self) -> PathBuf {
         self.folder().join("policy.toml")
@@ -173,4 +182,16 @@ impl Host {
 pub fn unique(start: &str) -> String {
     static NEXT: AtomicU32 = AtomicU32::new(0);
     format!("{start}-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed))
+}
+
+/// Waits until something is so; `false` after twenty seconds.
+pub fn until(mut condition: impl FnMut() -> bool) -> bool {
+    let deadline = Instant::now() + Duration::from_secs(20);
+    while Instant::now() < deadline {
+        if condition() {
+            return true;
+        }
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    false
 }

@@ -5,6 +5,7 @@
 //! * [`host`]: a simulated machine with a containerd of its own;
 //! * [`docker`]: Docker and Podman on the same machine;
 //! * [`seen`]: what a container saw;
+//! * [`limited`]: a CUDA program in containers with a memory limit;
 //! * [`cri`]: a client of the Kubernetes container runtime interface;
 //! * [`leaks`]: what is left behind.
 
@@ -12,6 +13,7 @@ pub mod cri;
 pub mod docker;
 pub mod host;
 pub mod leaks;
+pub mod limited;
 pub mod programs;
 pub mod seen;
 pub mod simulated;

@@ -4,23 +4,12 @@
    The card is a file in /dev/shm that all processes share: what each holds, and the most that all ever held together. What
    a process held is free when the process is gone. A kernel runs for as many microseconds as its grid is wide, one at a
    time. The next call that allocates can be made to fail (gpufence_standin_fail). */
-typedef unsigned long long u64;
-typedef unsigned u32;
-typedef u64 size;
-struct machine_gpu { const char *uuid, *pci; unsigned instances; struct { const char *uuid; unsigned gi, ci; } mig[8]; };
-#include "machine.h"
+#include "card.h"
 
 enum { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, INVALID_DEVICE = 101, INVALID_CONTEXT = 201,
        INVALID_HANDLE = 400, NOT_FOUND = 500, NOT_READY = 600, NOT_SUPPORTED = 801 };
-enum { GPUS = 16, PROCESSES = 512, THREADS = 4096, CONTEXTS = 256, POOLS = 64, EVENTS = 4096, BLOCKS = 1 << 16 };
+enum { THREADS = 4096, CONTEXTS = 256, POOLS = 64, EVENTS = 4096, BLOCKS = 1 << 16 };
 
-/* The kernel. */
-static long call(long number, long a, long b, long c, long d, long e, long f) {
-    register long r10 __asm__("r10") = d, r8 __asm__("r8") = e, r9 __asm__("r9") = f;
-    long answer;
-    __asm__ volatile("syscall" : "=a"(answer) : "a"(number), "D"(a), "S"(b), "d"(c), "r"(r10), "r"(r8), "r"(r9) : "rcx", "r11", "memory");
-    return answer;
-}
 static long process_id(void) { return call(39, 0, 0, 0, 0, 0, 0); }
 static u64 now(void) {
     u64 time[2];
@@ -34,12 +23,7 @@ static void sleep_until(u64 when) {
     }
 }
 
-/* The card. */
-struct process { u32 pid; u64 held[GPUS]; };
-static struct card {
-    u64 used[GPUS], peak[GPUS], busy_until[GPUS];
-    struct process processes[PROCESSES];
-} *card;
+static struct card *card;
 static struct process *own;
 static int ready, device_count, devices[GPUS], instance_of[GPUS], fail_with;
 static volatile int lock_word;
@@ -47,37 +31,31 @@ static volatile int lock_word;
 static void lock(void) { while (__sync_lock_test_and_set(&lock_word, 1)) __builtin_ia32_pause(); }
 static void unlock(void) { __sync_lock_release(&lock_word); }
 
-static int same(const char *a, const char *b) {
-    while (*a && *a == *b) a++, b++;
-    return *a == *b;
+static void free_slot(struct process *process, u32 pid) {
+    for (int gpu = 0; gpu < GPUS; gpu++)
+        __sync_fetch_and_sub(&card->used[gpu], __sync_lock_test_and_set(&process->held[gpu], 0));
+    __sync_bool_compare_and_swap(&process->pid, pid, 0);
 }
-static int starts(const char *text, const char *start) {
-    while (*start && *text == *start) text++, start++;
-    return !*start;
+
+/* What the dead held is free. */
+static void bury(void) {
+    for (int i = 0; i < PROCESSES; i++) {
+        u32 pid = card->processes[i].pid;
+        if (pid && call(62, pid, 0, 0, 0, 0, 0) == -3) free_slot(&card->processes[i], pid);
+    }
 }
-static void clear(void *memory, size length) { for (volatile char *byte = memory; length--;) *byte++ = 0; }
 
 static void find_own(void) {
     u32 pid = process_id();
     if (own && own->pid == pid) return;
+    /* What the program had that was here before exec is free. */
+    for (int i = 0; i < PROCESSES && !own; i++) if (card->processes[i].pid == pid) free_slot(&card->processes[i], pid);
     for (int i = 0; i < PROCESSES; i++)
         if (card->processes[i].pid == 0 && __sync_bool_compare_and_swap(&card->processes[i].pid, 0, pid)) {
             own = &card->processes[i];
             return;
         }
     own = &card->processes[PROCESSES - 1];
-}
-
-/* What the dead held is free. */
-static void bury(void) {
-    for (int i = 0; i < PROCESSES; i++) {
-        struct process *process = &card->processes[i];
-        u32 pid = process->pid;
-        if (!pid || call(62, pid, 0, 0, 0, 0, 0) != -3) continue;
-        for (int gpu = 0; gpu < GPUS; gpu++)
-            __sync_fetch_and_sub(&card->used[gpu], __sync_lock_test_and_set(&process->held[gpu], 0));
-        __sync_bool_compare_and_swap(&process->pid, pid, 0);
-    }
 }
 
 /* The GPUs whose nodes are here, in the order of CUDA_VISIBLE_DEVICES where it names them by UUID. */
@@ -88,25 +66,17 @@ static void add_device(int gpu, int instance) {
         instance_of[device_count] = instance, devices[device_count++] = gpu;
 }
 static void find_devices(void) {
-    static char environment[1 << 16];
-    long file = call(2, (long)"/proc/self/environ", 0, 0, 0, 0, 0), length = 0, count;
-    while (file >= 0 && (count = call(0, file, (long)environment + length, sizeof environment - 1 - length, 0, 0, 0)) > 0) length += count;
-    if (file >= 0) call(3, file, 0, 0, 0, 0, 0);
-    for (char *variable = environment; variable < environment + length; variable++) {
-        if (starts(variable, "CUDA_VISIBLE_DEVICES=")) {
-            for (char *name = variable + 21; *name;) {
-                for (int gpu = 0; machine[gpu].uuid; gpu++) {
-                    if (starts(name, machine[gpu].uuid)) add_device(gpu, -1);
-                    for (u32 i = 0; i < machine[gpu].instances; i++)
-                        if (starts(name, machine[gpu].mig[i].uuid)) add_device(gpu, i);
-                }
-                if (*name >= '0' && *name <= '9') add_device(*name - '0', -1);
-                while (*name && *name++ != ',') {}
-            }
-            return;
+    const char *name = variable("CUDA_VISIBLE_DEVICES");
+    while (name && *name) {
+        for (int gpu = 0; machine[gpu].uuid; gpu++) {
+            if (starts(name, machine[gpu].uuid)) add_device(gpu, -1);
+            for (u32 i = 0; i < machine[gpu].instances; i++)
+                if (starts(name, machine[gpu].mig[i].uuid)) add_device(gpu, i);
         }
-        while (*variable) variable++;
+        if (*name >= '0' && *name <= '9') add_device(*name - '0', -1);
+        while (*name && *name++ != ',') {}
     }
+    if (name) return;
     for (int gpu = 0; machine[gpu].uuid; gpu++) add_device(gpu, -1);
 }
 
@@ -114,10 +84,7 @@ int cuInit(u32 flags) {
     (void)flags;
     lock();
     if (!ready) {
-        long file = call(2, (long)"/dev/shm/gpufence-cuda", 0102, 0666, 0, 0, 0);
-        if (file >= 0) call(77, file, sizeof *card, 0, 0, 0, 0);
-        card = (void *)call(9, 0, sizeof *card, 3, file >= 0 ? 1 : 0x22, file, 0);
-        if (file >= 0) call(3, file, 0, 0, 0, 0, 0);
+        card = open_card(0102);
         find_devices();
         ready = 1;
     }

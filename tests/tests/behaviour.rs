@@ -7,12 +7,12 @@ use std::{
     os::unix::fs::PermissionsExt,
     process::{Command, Output, Stdio},
     sync::mpsc,
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use gpufence_cli::engine::Cgroups;
 use gpufence_tests::{
-    host::{GPUFENCE, Host, Plan, RUNC, unique},
+    host::{GPUFENCE, Host, Plan, RUNC, unique, until},
     programs::Engine,
 };
 
@@ -107,17 +107,6 @@ impl Stage<'_> {
 
 fn quoted(word: &str) -> String {
     format!("'{}'", word.replace('\'', "'\\''"))
-}
-
-fn until(mut condition: impl FnMut() -> bool) -> bool {
-    let deadline = Instant::now() + Duration::from_secs(15);
-    while Instant::now() < deadline {
-        if condition() {
-            return true;
-        }
-        std::thread::sleep(Duration::from_millis(30));
-    }
-    false
 }
 
 /// What a client said, without the times in its log lines.

@@ -1,31 +1,15 @@
 //! What is left behind: nothing, after many cycles, after a shim was killed, after containerd was.
 
-use std::{
-    fs,
-    process::Command,
-    thread,
-    time::{Duration, Instant},
-};
+use std::{fs, process::Command, thread};
 
 use gpufence_cli::engine::shims_of;
 use gpufence_tests::{
-    host::{GPUFENCE, Host, Plan, unique},
+    host::{GPUFENCE, Host, Plan, unique, until},
     leaks::{settle, traces},
     programs::Engine,
 };
 
 const SHARE: [&str; 2] = ["--annotation", "gpufence.dev/gpu=0=1GiB"];
-
-fn until(mut condition: impl FnMut() -> bool) -> bool {
-    let deadline = Instant::now() + Duration::from_secs(20);
-    while Instant::now() < deadline {
-        if condition() {
-            return true;
-        }
-        thread::sleep(Duration::from_millis(50));
-    }
-    false
-}
 
 /// Two hundred containers with a share, created, started and deleted, some at the same time.
 #[test]

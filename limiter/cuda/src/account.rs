@@ -10,7 +10,7 @@ use gpufence_limiter::{
 
 use crate::{
     book::{Book, Entry, Kind},
-    driver, pools,
+    contexts, driver, pools,
     result::{CuResult, DEINITIALIZED, INVALID_CONTEXT, NOT_FOUND, NOT_INITIALIZED, OUT_OF_MEMORY, SUCCESS},
 };
 
@@ -114,9 +114,10 @@ fn find(share: &Share, device: i32) -> Option<usize> {
 }
 
 impl Gpu {
-    /// Reserves; what pools hold without need is given back first where it would help.
+    /// Reserves; what pools hold without need, and what was measured too much, is given back first where it would help.
     pub fn reserve(self, size: u64) -> bool {
         self.share.reserve(self.number, size)
+            || (contexts::correct(self) && self.share.reserve(self.number, size))
             || (pools::give_back_unused(self) && self.share.reserve(self.number, size))
     }
 

@@ -168,14 +168,19 @@ impl Book {
         Some(self.take(position))
     }
 
+    /// Does something with every entry, which keeps its key.
+    pub fn each(&mut self, work: impl FnMut(&mut Entry)) {
+        self.places().iter_mut().filter(|entry| entry.is_there()).for_each(work);
+    }
+
     /// Makes the pointers of a pool pointers that go with nothing.
     pub fn orphan(&mut self, pool: u64) {
-        for entry in self.places() {
+        self.each(|entry| {
             if entry.is_a(Kind::PoolPointer) && entry.holder == pool {
                 entry.kind = Kind::Pointer as u8;
                 entry.holder = 0;
             }
-        }
+        });
     }
 
     /// The keys of a kind's entries on a GPU, at most as many as fit.

@@ -3,6 +3,7 @@
 use gpufence_limiter::{
     log,
     share::{Share, State, state},
+    table::Word,
     text::Text,
 };
 
@@ -15,6 +16,10 @@ use crate::{
 
 /// No context takes more; what a measurement says beyond it is a neighbour's doing, who allocated at the same time.
 const MOST: u64 = 1 << 30;
+/// No context takes less; a neighbour has freed at the same time.
+const LEAST: u64 = 16 << 20;
+/// How far two measurements that agree may differ.
+const SLACK: u64 = 1 << 20;
 /// `CU_LIMIT_PRINTF_FIFO_SIZE` and `CU_LIMIT_MALLOC_HEAP_SIZE`: limits whose whole size a context takes.
 const SIZED_LIMITS: [i32; 2] = [1, 2];
 
@@ -122,6 +127,12 @@ fn measured(
     context: impl Fn() -> usize,
     destroy: impl FnOnce(usize),
 ) -> CuResult {
+    let known = known(gpu);
+    if let Some(size) = known
+        && !gpu.reserve(size)
+    {
+        return refuse(gpu, size);
+    }
     let mut name = Text::<72>::default();
     name.push(gpu.limit().name());
     name.push(b"\0");
@@ -129,24 +140,66 @@ fn measured(
     let before = used();
     let answer = make();
     if answer != SUCCESS {
+        gpu.give_back(known.unwrap_or(0));
         return answer;
     }
-    let size = before.and_then(|before| Some(used()?.saturating_sub(before).min(MOST))).unwrap_or(0);
-    if !gpu.reserve(size) {
-        let mut text = Text::<24>::default();
-        text.push_number(size >> 20);
-        let text = core::str::from_utf8(text.as_bytes()).unwrap_or_default();
-        log::line(&[
-            "the driver takes ",
-            text,
-            " MiB for a context, which is more than is left of the GPU memory granted",
-        ]);
+    let more = before.and_then(|before| Some(used()?.saturating_sub(before))).unwrap_or(0);
+    learn(gpu, more);
+    let size = known.unwrap_or(more.min(MOST));
+    if known.is_none() && !gpu.reserve(size) {
         destroy(context());
-        return gpu.deny();
+        return refuse(gpu, size);
     }
     let handle = context() as u64;
     gpu.book(|book| book.insert(Entry::new(Kind::Context, handle, gpu.number, size, handle)));
     answer
+}
+
+fn refuse(gpu: Gpu, size: u64) -> CuResult {
+    let mut text = Text::<24>::default();
+    text.push_number(size >> 20);
+    let text = core::str::from_utf8(text.as_bytes()).unwrap_or_default();
+    log::line(&["the driver takes ", text, " MiB for a context, which is more than is left of the GPU memory granted"]);
+    gpu.deny()
+}
+
+/// What a context takes, where this container knows it.
+fn known(gpu: Gpu) -> Option<u64> {
+    let known = gpu.share.table.gpus[gpu.number].context.get();
+    (LEAST..=MOST).contains(&known).then_some(known)
+}
+
+/// Takes in a measurement. NVML tells of the whole card, and others allocate and free meanwhile, so one alone says little;
+/// two in a row that agree are believed, and later ones that agree on less.
+fn learn(gpu: Gpu, measured: u64) {
+    if !(LEAST..=MOST).contains(&measured) {
+        return;
+    }
+    let words = &gpu.share.table.gpus[gpu.number];
+    let last = words.measured.get();
+    words.measured.set(measured);
+    let both = last.max(measured);
+    if last.abs_diff(measured) <= SLACK && known(gpu).is_none_or(|known| both < known) {
+        words.context.set(both);
+    }
+}
+
+/// Makes what is counted for this process's contexts no more than what is known by now. Whether there was anything to give
+/// back.
+pub fn correct(gpu: Gpu) -> bool {
+    let Some(known) = known(gpu) else { return false };
+    let mut over = 0;
+    gpu.book(|book| {
+        book.each(|entry| {
+            if entry.is_a(Kind::Context) && usize::from(entry.gpu) == gpu.number {
+                let more = entry.size.saturating_sub(known);
+                entry.size -= more;
+                over += more;
+            }
+        });
+    });
+    gpu.give_back(over);
+    over > 0
 }
 
 /// A hold on a primary context was given up, or it was reset. If that ended it, all that was in it is free.

@@ -6,6 +6,9 @@ use gpufence_limiter::hook::Library;
 
 use crate::result::{DRIVER, SUCCESS};
 
+/// NVML's shadow. It is loaded before the real one, whose soname is the same: a program that loads `libnvidia-ml.so.1`
+/// gets the first of the name that is there.
+static NVML_SHADOW: Library = Library::new(c"/usr/lib/gpufence/limiter/libnvidia-ml.so.1");
 /// The real NVML, which is there in every container that has the limiter.
 static NVML: Library = Library::new(c"libnvidia-ml-driver.so.1");
 
@@ -117,6 +120,7 @@ fn capture(stream: usize) -> Option<i32> {
 
 /// Bytes in use on a device, by NVML: all processes' together. `name` is its UUID and a zero.
 pub fn device_memory_used(name: &[u8]) -> Option<u64> {
+    NVML_SHADOW.find(c"nvmlInit_v2")?;
     let mut device = core::ptr::null_mut();
     let mut memory = [0; 3];
     // SAFETY: a C string, a place for a handle, and nvmlMemory_t: total, free, used. Initialising counts up.

@@ -4,7 +4,7 @@
 //! It is a cap on the time in which the container keeps the GPU busy, not a promise of any: kernels that run side by side
 //! count one by one, and one that others' time slices hold up counts longer than it ran.
 
-use core::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
+use core::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 
 use gpufence_limiter::{sys, table::Word};
 
@@ -18,6 +18,10 @@ use crate::{
 const NOT_READY: i32 = 600;
 /// As many launches can be under way before the next one waits for the first.
 const PAIRS: usize = 64;
+/// For at most so long may the GPU be given work ahead, nanoseconds: what is under way isn't yet charged.
+const AHEAD: u64 = 10_000_000;
+/// How long the last launch that was measured kept the GPU busy, nanoseconds; 0: none was.
+static LAST_BUSY: AtomicU64 = AtomicU64::new(0);
 /// The longest single sleep, nanoseconds: what ended meanwhile is then looked at.
 const NAP: u64 = 5_000_000;
 
@@ -182,9 +186,10 @@ fn timed_on(gpu: Gpu, stream: usize, launch: impl FnOnce() -> CuResult) -> CuRes
     if gpu.limit().compute_percent >= 100 || !driver::is_ordinary(stream) {
         return launch();
     }
-    wait(gpu);
     let context = driver::current_context();
-    let Some(pair) = claim(gpu, context) else { return launch() };
+    let pair = claim(gpu, context);
+    wait(gpu);
+    let Some(pair) = pair else { return launch() };
     // SAFETY: an event and a stream of the current context.
     let mut measured = unsafe { driver::event_record(pair.start.load(Ordering::Relaxed), stream) } == SUCCESS;
     if !measured {
@@ -246,6 +251,7 @@ fn collect(gpu: Gpu) {
                 // A whole number of nanoseconds, and a day at most.
                 #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "bounded before")]
                 let busy = (milliseconds.clamp(0.0, 86_400_000.0) * 1_000_000.0) as u64;
+                LAST_BUSY.store(busy.max(1), Ordering::Relaxed);
                 charge(Gpu { number, ..gpu }, busy);
             }
             _ => pair.release(NOT_MADE),
@@ -266,9 +272,25 @@ fn charge(gpu: Gpu, busy: u64) {
     }
 }
 
-/// A pair of the current context's; the first under way is waited for where all are.
+/// How many launches may be under way: two, until it is known how long they take.
+fn most_under_way() -> usize {
+    match LAST_BUSY.load(Ordering::Relaxed) {
+        0 => 2,
+        busy => usize::try_from(AHEAD / busy).unwrap_or(PAIRS).clamp(2, PAIRS),
+    }
+}
+
+/// A pair of the current context's; one under way is waited for where there are as many as there may be.
 fn claim(gpu: Gpu, context: usize) -> Option<&'static Pair> {
+    let under_way = |pair: &&Pair| pair.state.load(Ordering::Acquire) == UNDER_WAY;
     for _ in 0..PAIRS {
+        if UNDER.iter().filter(under_way).count() >= most_under_way() {
+            let Some(first) = UNDER.iter().find(under_way) else { continue };
+            // SAFETY: an event that was recorded; one whose context is gone is refused, and then taken out.
+            unsafe { driver::event_synchronize(first.end.load(Ordering::Relaxed)) };
+            collect(gpu);
+            continue;
+        }
         let of_context = |pair: &&Pair| pair.context.load(Ordering::Relaxed) == context;
         if let Some(pair) = UNDER.iter().filter(of_context).find(|pair| pair.claim(FREE)) {
             return Some(pair);
@@ -280,10 +302,6 @@ fn claim(gpu: Gpu, context: usize) -> Option<&'static Pair> {
             pair.release(NOT_MADE);
             return None;
         }
-        let first = UNDER.iter().find(|pair| pair.state.load(Ordering::Acquire) == UNDER_WAY)?;
-        // SAFETY: an event that was recorded; one whose context is gone is refused, and then taken out.
-        unsafe { driver::event_synchronize(first.end.load(Ordering::Relaxed)) };
-        collect(gpu);
         // A free pair of another context is of no use here.
         if let Some(pair) = UNDER.iter().find(|pair| !of_context(pair) && pair.claim(FREE)) {
             if pair.make(context) {

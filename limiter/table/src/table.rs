@@ -103,6 +103,10 @@ pub struct Gpu<W> {
     pub throttled: W,
     /// `CLOCK_MONOTONIC` before which nothing is launched.
     pub resume: W,
+    /// What a context takes, by two measurements that agree; 0: none do.
+    pub context: W,
+    /// The last measurement.
+    pub measured: W,
 }
 
 /// One process.
@@ -287,7 +291,7 @@ mod tests {
     }
 
     fn small<W: Word, const COUNT: usize>(word: impl Fn(u64) -> W) -> Table<W, 1, COUNT> {
-        let gpu = || Gpu { denied: word(0), throttled: word(0), resume: word(0) };
+        let gpu = || Gpu { denied: word(0), throttled: word(0), resume: word(0), context: word(0), measured: word(0) };
         Table {
             magic: word(MAGIC),
             top: word(0),

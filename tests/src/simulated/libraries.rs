@@ -46,6 +46,8 @@ const LIBRARIES: [(&str, &str); 26] = [
 const LIBRARIES_32: [(&str, &str); 2] = [("libcuda", "1"), ("libnvidia-ml", "1")];
 
 const STUB: &str = include_str!("../../standins/stub.c");
+const CARD: &str = include_str!("../../standins/card.h");
+const CUDA: &str = include_str!("../../standins/cuda.c");
 const NVML: &str = include_str!("../../standins/nvml.c");
 const SMI: &str = include_str!("../../standins/nvidia-smi.c");
 
@@ -59,7 +61,9 @@ pub fn install(description: &Description, root: &Path) -> Result<()> {
         Ok(path)
     };
     write("machine.h", &machine_header(description))?;
+    write("card.h", CARD)?;
     let stub = object(&write("stub.c", STUB)?, &[])?;
+    let cuda = object(&write("cuda.c", CUDA)?, &[])?;
     let nvml = object(&write("nvml.c", NVML)?, &[])?;
     let stub_32 = object(&work.join("stub.c"), &["-m32"])?;
     if let Some(real) = &description.real {
@@ -75,7 +79,8 @@ pub fn install(description: &Description, root: &Path) -> Result<()> {
             if is_real(name, version) {
                 continue;
             }
-            library(root, FOLDER, name, ending, version, &stub, "elf_x86_64")?;
+            let object = if name == "libcuda" { &cuda } else { &stub };
+            library(root, FOLDER, name, ending, version, object, "elf_x86_64")?;
         }
         if !is_real("libnvidia-ml", version) {
             library(root, FOLDER, "libnvidia-ml", "1", version, &nvml, "elf_x86_64")?;
@@ -147,7 +152,7 @@ fn program(source: &Path, output: &Path) -> Result<()> {
     Ok(())
 }
 
-/// The machine as C constants, for the NVML stand-in and nvidia-smi.
+/// The machine as C constants, for the stand-ins of CUDA and NVML and for nvidia-smi. A context takes 64 MiB.
 fn machine_header(description: &Description) -> String {
     let gpu = |gpu: u32| {
         let mig: String = (0..description.instances(gpu))
@@ -163,7 +168,7 @@ fn machine_header(description: &Description) -> String {
     let usable: String =
         (0..description.gpus).filter(|number| !description.excluded.contains(number)).map(gpu).collect();
     format!(
-        "#define DRIVER \"{}\"\n#define MEMORY ({}ULL << 20)\nstatic const struct machine_gpu machine[] = {{\n{usable}    {{0}},\n}};\n",
+        "#define DRIVER \"{}\"\n#define MEMORY ({}ULL << 20)\n#define CONTEXT (64ULL << 20)\nstatic const struct machine_gpu machine[] = {{\n{usable}    {{0}},\n}};\n",
         description.driver, description.memory_mib
     )
 }
