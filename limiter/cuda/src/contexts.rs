@@ -145,7 +145,7 @@ fn measured(
     }
     let more = before.and_then(|before| Some(used()?.saturating_sub(before))).unwrap_or(0);
     learn(gpu, more);
-    let size = known.unwrap_or(more.min(MOST));
+    let size = known.unwrap_or_else(|| more.min(MOST));
     if known.is_none() && !gpu.reserve(size) {
         destroy(context());
         return refuse(gpu, size);
