@@ -46,6 +46,30 @@ gpufence_limiter::entry_points! { crate::result::DRIVER, crate::result::NOT_FOUN
         create(device, || real(context, parameters, flags, device), || *context)
     }
 
+    /// A context for OpenGL's objects.
+    fn cuGLCtxCreate(context: *mut usize, flags: u32, device: i32) |real| {
+        create(device, || real(context, flags, device), || *context)
+    }
+
+    /// A context for OpenGL's objects.
+    fn cuGLCtxCreate_v2(context: *mut usize, flags: u32, device: i32) |real| {
+        create(device, || real(context, flags, device), || *context)
+    }
+
+    /// A context for VDPAU's objects.
+    fn cuVDPAUCtxCreate(
+        context: *mut usize, flags: u32, device: i32, vdpau: u32, look_up: *const core::ffi::c_void,
+    ) |real| {
+        create(device, || real(context, flags, device, vdpau, look_up), || *context)
+    }
+
+    /// A context for VDPAU's objects.
+    fn cuVDPAUCtxCreate_v2(
+        context: *mut usize, flags: u32, device: i32, vdpau: u32, look_up: *const core::ffi::c_void,
+    ) |real| {
+        create(device, || real(context, flags, device, vdpau, look_up), || *context)
+    }
+
     /// Frees a context and all that was allocated in it.
     fn cuCtxDestroy(context: usize) |real| {
         let answer = real(context);
