@@ -107,6 +107,13 @@ impl Inventory {
         write_json(file, self)
     }
 
+    /// NVML's library: the driver root's own, else whichever the loader finds.
+    pub fn nvml_library(&self, roots: &Roots) -> PathBuf {
+        let name = "libnvidia-ml.so.1";
+        let own = self.driver.libraries.iter().find(|library| library.links.iter().any(|link| link == name));
+        own.map_or_else(|| name.into(), |library| roots.driver.host_path(&library.path))
+    }
+
     /// The GPU at `index`, or with `uuid`: `GPU-…`, `MIG-…`, or NVML's older `MIG-GPU-<uuid>/<GPU instance>/<compute
     /// instance>`, which needs no NVML.
     pub fn find(&self, index: Option<u32>, name: &str) -> Result<Found<'_>, CdiError> {

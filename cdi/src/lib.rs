@@ -16,7 +16,7 @@
 //! * [`stage`]: the folder on the host that containers mount;
 //! * [`edits`] and [`spec`]: what a container gets, and CDI's form of it;
 //! * [`loader`]: what makes the libraries findable in an image, and [`limiter`], which libraries stand before them;
-//! * [`fence`]: what it must not reach, for the check before it starts.
+//! * [`fence`]: what it must not reach, for the check before it starts, and [`process`], which process is its first.
 //!
 //! No NVML, no ldconfig, no process: everything here but `nvml` may stand on the create path. This crate knows nothing
 //! of containerd or Kubernetes.
@@ -35,6 +35,7 @@ pub mod loader;
 #[cfg(feature = "nvml")]
 pub mod nvml;
 pub mod proc;
+pub mod process;
 pub mod root;
 pub mod spec;
 pub mod stage;

@@ -10,13 +10,7 @@ use crate::{
 /// Fills in what only NVML knows. `library` names the one to load; by default the driver root's own.
 pub fn enrich(inventory: &mut Inventory, roots: &Roots, library: Option<&str>) -> Result<(), CdiError> {
     let describe = |error: &NvmlError| CdiError::Nvml(error.to_string());
-    let own = inventory
-        .driver
-        .libraries
-        .iter()
-        .find(|candidate| candidate.links.iter().any(|link| link == "libnvidia-ml.so.1"))
-        .map(|candidate| roots.driver.host_path(&candidate.path).to_string_lossy().into_owned());
-    let library = library.map(str::to_owned).or(own).unwrap_or_else(|| "libnvidia-ml.so.1".into());
+    let library = library.map_or_else(|| inventory.nvml_library(roots).to_string_lossy().into_owned(), str::to_owned);
     let nvml = Nvml::builder().lib_path(library.as_ref()).init().map_err(|error| describe(&error))?;
     for gpu in &mut inventory.devices.gpus {
         if gpu.index.is_none() {

@@ -7,10 +7,12 @@
 //! * [`short`]: the short form for standalone hosts (`gpufence.dev/gpu`);
 //! * [`size`]: amounts of memory with their units;
 //! * [`gpu`]: how a grant names a GPU;
-//! * [`limits`]: the limits file that a container's limiter reads.
+//! * [`limits`]: the limits file that a container's limiter reads;
+//! * [`agent`]: what the node agent says of itself, and what it is asked over its socket.
 //!
 //! This crate knows nothing of containerd, Kubernetes or NVIDIA's driver, and depends on no other crate of the project.
 
+pub mod agent;
 pub mod annotation;
 mod error;
 pub mod gpu;

@@ -10,7 +10,11 @@ use std::{
     path::Path,
 };
 
-use gpufence_cdi::{fence::Fence, root::Root};
+use gpufence_cdi::{
+    fence::Fence,
+    process::{self, FirstProcess},
+    root::Root,
+};
 use nix::sys::stat::{major, minor};
 
 use crate::{
@@ -28,7 +32,17 @@ pub fn run(state: &State, folder: &Path) -> Result<(), HookError> {
     let text = fs::read(&file).map_err(io_error("read", &file))?;
     let fence: Fence = serde_json::from_slice(&text).map_err(|source| HookError::Json { path: file, source })?;
     check_nodes(&fence, &Root::open(state.rootfs()?)?)?;
-    cgroup::check(&fence, state.pid)
+    cgroup::check(&fence, state.pid)?;
+    note_process(state, folder)
+}
+
+/// Notes the container's first process, by which the node agent finds its usage table.
+fn note_process(state: &State, folder: &Path) -> Result<(), HookError> {
+    let process = u32::try_from(state.pid).ok().and_then(FirstProcess::of);
+    let process = process.ok_or_else(|| HookError::State(format!("process {} is gone", state.pid)))?;
+    let file = folder.join(process::FILE);
+    let text = serde_json::to_vec(&process).map_err(|source| HookError::Json { path: file.clone(), source })?;
+    fs::write(&file, text).map_err(io_error("write", &file))
 }
 
 fn check_nodes(fence: &Fence, root: &Root) -> Result<(), HookError> {

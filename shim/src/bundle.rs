@@ -38,7 +38,7 @@ use crate::{
     memory::{self, Rung},
     policy::Policy,
     runtime_path,
-    state::{ContainerFolder, Record, RecordedShare, View},
+    state::{ContainerFolder, RECORD, Record, RecordedShare, View},
     visible_devices,
 };
 
@@ -276,7 +276,7 @@ fn finish(
         let json =
             |value: Result<String, serde_json::Error>| value.map_err(|error| EnforceError::Shape(error.to_string()));
         let record = Record { dropped_capabilities: dropped_capabilities.clone(), ..prepared.record.clone() };
-        folder.write("record.json", json(serde_json::to_string_pretty(&record))?.as_bytes())?;
+        folder.write(RECORD, json(serde_json::to_string_pretty(&record))?.as_bytes())?;
         let own = spec::container_spec(spec::device_name(bundle.id), edits.clone());
         let fence = Fence::of(&devices, &edits.device_nodes, &prepared.host);
         folder.write("fence.json", json(serde_json::to_string(&fence))?.as_bytes())?;

@@ -15,7 +15,7 @@ use crate::{
     environment::Granted,
     error::io_error,
     policy::{Policy, Privileged},
-    state::{ContainerFolder, Record},
+    state::{ContainerFolder, RECORD, Record},
 };
 
 /// No engine writes a longer process.
@@ -41,7 +41,7 @@ impl Held {
 /// What a container's record holds its later processes to. A container that has none has no grant; whether it is
 /// privileged isn't known any more, so where policy leaves those alone, its processes are left alone too.
 pub fn held(policy: &Policy, namespace: &str, id: &str) -> Result<Held, EnforceError> {
-    let file = ContainerFolder::of(policy, namespace, id)?.path().join("record.json");
+    let file = ContainerFolder::of(policy, namespace, id)?.path().join(RECORD);
     let text = match fs::read(&file) {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
             let list = match policy.privileged {

@@ -37,6 +37,46 @@ pub struct MemoryPolicy {
     pub on_limiter_failure: OnFailure,
 }
 
+/// What is done about a process that holds GPU memory which it wasn't granted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Action {
+    /// It is counted in the metrics.
+    Record,
+    /// It is told in the log, besides.
+    Warn,
+    /// It is ended after the grace period, besides.
+    End,
+}
+
+/// What `gpufence-node` watches: the table `watchdog`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct WatchdogPolicy {
+    /// Milliseconds from one reading to the next.
+    pub period_milliseconds: u64,
+    /// What is done where a container's processes hold more of a GPU than granted.
+    pub over_limit: Action,
+    /// What is done about a container's process on a shared GPU that its grant doesn't name.
+    pub foreign: Action,
+    /// Seconds for which it must have been so before a process is ended.
+    pub grace_seconds: u64,
+    /// MiB above the limit that are let pass: what the driver takes for modules and the like, which no limiter sees.
+    pub tolerance_mib: u64,
+}
+
+impl Default for WatchdogPolicy {
+    fn default() -> Self {
+        Self {
+            period_milliseconds: 1000,
+            over_limit: Action::End,
+            foreign: Action::Warn,
+            grace_seconds: 5,
+            tolerance_mib: 512,
+        }
+    }
+}
+
 /// The policy of a node.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
@@ -81,6 +121,8 @@ pub struct Policy {
     pub runtime_timeout_seconds: u64,
     /// How memory limits are held.
     pub memory: MemoryPolicy,
+    /// What the node agent does about memory that wasn't granted.
+    pub watchdog: WatchdogPolicy,
 }
 
 /// What lets a process get round a device cgroup or reach the host. MKNOD is not among the reasons to distrust a
@@ -120,6 +162,7 @@ impl Default for Policy {
             hook: None,
             runtime_timeout_seconds: 120,
             memory: MemoryPolicy::default(),
+            watchdog: WatchdogPolicy::default(),
         }
     }
 }
@@ -169,10 +212,25 @@ impl Policy {
         {
             return Err(error(format!("memory.limiter = \"{}\" is not an absolute path", folder.display())));
         }
+        if policy.watchdog.period_milliseconds < 100 {
+            return Err(error(
+                "watchdog.period_milliseconds is below 100; a reading costs the driver more than that".into(),
+            ));
+        }
         if policy.runtime_timeout_seconds == 0 {
             return Err(error("runtime_timeout_seconds is 0; give at least 1".into()));
         }
         Ok(policy)
+    }
+
+    /// Where the node agent listens for root.
+    pub fn agent_socket(&self) -> PathBuf {
+        self.state_dir.join("node.sock")
+    }
+
+    /// Where the node agent says what it can do.
+    pub fn agent_file(&self) -> PathBuf {
+        self.state_dir.join("node.json")
     }
 
     /// Where the inventory is kept.
@@ -213,6 +271,8 @@ mod tests {
             ("[memory]\nrequire = \"much\"", "unknown variant `much`"),
             ("[memory]\nlimiter = \"lib\"", "not an absolute path"),
             ("[memory]\non_failure = \"deny\"", "unknown field `on_failure`"),
+            ("[watchdog]\nforeign = \"kill\"", "unknown variant `kill`"),
+            ("[watchdog]\nperiod_milliseconds = 10", "below 100"),
             ("=", "TOML parse error"),
         ] {
             let message = read(text).unwrap_err();

@@ -3,6 +3,8 @@
 //! ```text
 //! record.json    what was granted, for people and for the node agent
 //! cdi.json       the CDI spec of exactly this container
+//! process.json   its first process, which gpufence-hook notes before it starts
+//! caps.json      the driver's memory caps for its cgroup, where the node has them, for gpufence-hook
 //! fence.json     which device nodes it has and which it must not reach, for gpufence-hook
 //! ld.so.cache    mounted over the image's
 //! view/          mounted at /usr/lib/gpufence, with a folder for each of the stage's and what the limiter needs
@@ -19,6 +21,9 @@ use gpufence_cdi::capability::DriverCapabilities;
 use serde::{Deserialize, Serialize};
 
 use crate::{EnforceError, error::io_error, memory::Rung, policy::Policy};
+
+/// The record's name in the container's folder.
+pub const RECORD: &str = "record.json";
 
 /// What is known of a container with a grant.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -142,7 +147,7 @@ pub fn records(policy: &Policy) -> Vec<Record> {
     folders(&policy.state_dir.join("containers"))
         .iter()
         .flat_map(|namespace| folders(namespace))
-        .filter_map(|folder| serde_json::from_slice(&fs::read(folder.join("record.json")).ok()?).ok())
+        .filter_map(|folder| serde_json::from_slice(&fs::read(folder.join(RECORD)).ok()?).ok())
         .collect()
 }
 
