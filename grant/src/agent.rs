@@ -54,6 +54,33 @@ pub struct Cap {
     pub memory_bytes: u64,
 }
 
+/// `caps.json` in a container's folder: what `gpufence-hook` asks for before the container starts.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct ContainerCaps {
+    /// The agent's socket.
+    pub socket: PathBuf,
+    /// For the container's own cgroup.
+    pub container: Vec<Cap>,
+    /// For its Pod's.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pod: Option<PodCaps>,
+}
+
+/// The caps for a Pod's cgroup: what its containers were granted together.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PodCaps {
+    /// The Pod's UID, which its cgroup's name has.
+    pub uid: String,
+    /// The caps.
+    pub caps: Vec<Cap>,
+}
+
+impl ContainerCaps {
+    /// Its name in the container's folder.
+    pub const FILE: &'static str = "caps.json";
+}
+
 /// What the agent is asked: to cap a cgroup, and to read back that it is so.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]

@@ -42,7 +42,7 @@ pub fn check(fence: &Fence, pid: i32) -> Result<(), HookError> {
 }
 
 /// The folder of the cgroup whose rules hold for device nodes: v1's `devices` controller, else v2's only tree.
-fn device_cgroup(pid: i32) -> Result<PathBuf, HookError> {
+pub fn device_cgroup(pid: i32) -> Result<PathBuf, HookError> {
     let file = PathBuf::from(format!("/proc/{pid}/cgroup"));
     let text = fs::read_to_string(&file).map_err(io_error("read", &file))?;
     parse(&text, Path::new(MOUNT)).ok_or(HookError::NoCgroup { pid })

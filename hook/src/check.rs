@@ -18,7 +18,7 @@ use gpufence_cdi::{
 use nix::sys::stat::{major, minor};
 
 use crate::{
-    cgroup,
+    caps, cgroup,
     error::{HookError, io_error},
     state::State,
 };
@@ -33,6 +33,7 @@ pub fn run(state: &State, folder: &Path) -> Result<(), HookError> {
     let fence: Fence = serde_json::from_slice(&text).map_err(|source| HookError::Json { path: file, source })?;
     check_nodes(&fence, &Root::open(state.rootfs()?)?)?;
     cgroup::check(&fence, state.pid)?;
+    caps::set(state, folder)?;
     note_process(state, folder)
 }
 

@@ -3,6 +3,7 @@
 use std::{io, path::PathBuf};
 
 use gpufence_cdi::CdiError;
+use gpufence_grant::agent::AgentError;
 use thiserror::Error;
 
 /// What went wrong.
@@ -28,6 +29,8 @@ pub enum HookError {
     NoCgroup { pid: i32 },
     #[error("the libraries' folder {} is not mounted in the container, or is empty", .0.display())]
     NoLibraries(PathBuf),
+    #[error("{0}; the container was not started")]
+    Agent(#[from] AgentError),
     #[error(transparent)]
     Cdi(#[from] CdiError),
 }

@@ -1,6 +1,6 @@
 //! `gpufence-hook`: what the low-level runtime runs for a container with a grant.
 //!
-//! * [`check`] (createRuntime): what the container really has, against its grant;
+//! * [`check`] (createRuntime): what the container really has, against its grant, and [`caps`], the driver's memory caps;
 //! * `clean-up` (poststop): the container's folder goes;
 //! * [`cache`] (createContainer): the driver's libraries are made findable, for engines that apply our CDI spec by themselves;
 //! * [`state`]: the container's state, as the OCI specification has it on standard input.
@@ -9,6 +9,7 @@
 //! inside a container's root with openat2(RESOLVE_IN_ROOT).
 
 mod cache;
+mod caps;
 mod cgroup;
 mod check;
 mod error;

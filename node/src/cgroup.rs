@@ -4,6 +4,8 @@
 //! `crio-<id>.scope`, `libpod-<id>.scope`. A container can make cgroups below its own and name them as it likes, so the
 //! outermost name is the one that counts.
 
+use std::path::Path;
+
 /// Where a process is.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum Place<C> {
@@ -15,26 +17,26 @@ pub enum Place<C> {
     Host,
 }
 
-/// The path that `/proc/PID/cgroup` has for device access: v1's `devices` controller, which holds the fence, else any other
-/// of v1's, else v2's.
-pub fn path(text: &str) -> Option<&str> {
+/// The path that `/proc/PID/cgroup` has for device access, which is where the fence is: v2's where the machine is of v2
+/// alone (`unified`), else that of v1's `devices` controller or, without it, of any other.
+pub fn path(text: &str, unified: bool) -> Option<&str> {
     let lines = text.lines().filter_map(|line| {
         let mut parts = line.splitn(3, ':').skip(1);
         Some((parts.next()?, parts.next()?))
     });
-    // The order of preference; a machine with v1 and v2 beside each other has containers in both.
-    let rank = |controllers: &str| {
-        if controllers.split(',').any(|controller| controller == "devices") {
-            0
-        } else if controllers.split(',').any(|controller| controller == "memory") {
-            1
-        } else if controllers.is_empty() {
-            2
-        } else {
-            3
-        }
+    let rank = |controllers: &str| match controllers {
+        "" => 3 * u8::from(!unified),
+        _ if unified => 3,
+        list if list.split(',').any(|controller| controller == "devices") => 0,
+        list if list.split(',').any(|controller| controller == "memory") => 1,
+        _ => 2,
     };
     lines.min_by_key(|(controllers, _)| rank(controllers)).map(|(_, path)| path)
+}
+
+/// Whether the machine's cgroups are v2's alone.
+pub fn is_unified() -> bool {
+    Path::new("/sys/fs/cgroup/cgroup.controllers").exists()
 }
 
 /// Which container a path lies in. `own` is our own cgroup's path: what it shares with that says nothing of containers, but of
@@ -129,10 +131,11 @@ mod tests {
 
     #[test]
     fn which_line_counts() {
-        assert_eq!(path("0::/a\n"), Some("/a"));
-        assert_eq!(path("5:memory:/m\n4:devices:/d\n1:name=systemd:/s\n0::/u\n"), Some("/d"));
-        assert_eq!(path("1:name=systemd:/s\n0::/u\n"), Some("/u"));
-        assert_eq!(path("4:cpu,cpuacct:/x:y\n"), Some("/x:y"));
-        assert_eq!(path(""), None);
+        let both = "5:memory:/m\n4:devices:/d\n1:name=systemd:/s\n0::/u\n";
+        assert_eq!((path(both, false), path(both, true)), (Some("/d"), Some("/u")));
+        assert_eq!(path("0::/a\n", true), Some("/a"));
+        assert_eq!(path("1:name=systemd:/s\n0::/u\n", false), Some("/s"));
+        assert_eq!(path("4:cpu,cpuacct:/x:y\n", false), Some("/x:y"));
+        assert_eq!(path("", true), None);
     }
 }

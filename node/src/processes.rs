@@ -26,6 +26,7 @@ use crate::cgroup;
 pub struct Processes {
     known: HashMap<u32, Process>,
     last: u64,
+    unified: bool,
 }
 
 /// One that lives, or did when it was last looked at.
@@ -53,6 +54,11 @@ impl Ticks {
 }
 
 impl Processes {
+    /// None yet, on a machine of such cgroups.
+    pub fn new(unified: bool) -> Self {
+        Self { unified, ..Self::default() }
+    }
+
     /// Forgets those that have ended, and those that NVML doesn't tell of any more.
     pub fn forget(&mut self, told: &HashSet<u32>) -> nix::Result<()> {
         self.known.retain(|pid, _| told.contains(pid));
@@ -73,7 +79,7 @@ impl Processes {
     pub fn of(&mut self, pid: u32, asked: Ticks) -> nix::Result<Option<&Process>> {
         if !self.known.contains_key(&pid) {
             let Some(handle) = open(pid)? else { return Ok(None) };
-            let Some((started, cgroup)) = describe(pid) else { return Ok(None) };
+            let Some((started, cgroup)) = describe(pid, self.unified) else { return Ok(None) };
             // What was read was this one's, since it lives still.
             if started >= asked || has_ended(&handle)? {
                 return Ok(None);
@@ -101,10 +107,10 @@ impl Processes {
 }
 
 /// When a process started, and its cgroup's path.
-fn describe(pid: u32) -> Option<(Ticks, String)> {
+fn describe(pid: u32, unified: bool) -> Option<(Ticks, String)> {
     let start = Ticks(start_time(pid)?);
     let cgroup = fs::read_to_string(format!("/proc/{pid}/cgroup")).ok()?;
-    Some((start, cgroup::path(&cgroup)?.to_owned()))
+    Some((start, cgroup::path(&cgroup, unified)?.to_owned()))
 }
 
 fn has_ended(handle: &OwnedFd) -> nix::Result<bool> {
@@ -155,10 +161,10 @@ mod tests {
 
     #[test]
     fn one_that_lives_is_ended_and_then_forgotten() {
-        let (mut child, mut processes) = (sleeper(), Processes::default());
+        let (mut child, mut processes) = (sleeper(), Processes::new(cgroup::is_unified()));
         let process = processes.of(child.id(), Ticks::now().unwrap()).unwrap().unwrap();
         let own = fs::read_to_string("/proc/self/cgroup").unwrap();
-        assert_eq!(Some(process.cgroup.as_str()), cgroup::path(&own));
+        assert_eq!(Some(process.cgroup.as_str()), cgroup::path(&own, cgroup::is_unified()));
         let number = process.number;
         assert!(processes.end(number).unwrap());
         child.wait().unwrap();
@@ -171,7 +177,7 @@ mod tests {
     #[test]
     fn one_that_started_after_nvml_was_asked_is_another() {
         let asked = Ticks::now().unwrap();
-        let (mut child, mut processes) = (sleeper(), Processes::default());
+        let (mut child, mut processes) = (sleeper(), Processes::new(cgroup::is_unified()));
         assert!(processes.of(child.id(), asked).unwrap().is_none());
         child.kill().unwrap();
         child.wait().unwrap();
@@ -180,7 +186,7 @@ mod tests {
     /// The PID of one that was known goes to another, which must not be taken for it.
     #[test]
     fn a_pid_that_is_used_again() {
-        let mut processes = Processes::default();
+        let mut processes = Processes::new(cgroup::is_unified());
         let mut first = sleeper();
         let pid = first.id();
         let number = processes.of(pid, Ticks::now().unwrap()).unwrap().unwrap().number;

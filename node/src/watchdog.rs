@@ -85,6 +85,7 @@ impl Watchdog {
     /// With nothing read yet.
     pub fn new(driver: Arc<Driver>, gpus: Vec<Gpu>, policy: &Policy, shared: Shared) -> Result<Self> {
         let own = fs::read_to_string("/proc/self/cgroup").context("read /proc/self/cgroup")?;
+        let unified = cgroup::is_unified();
         let WatchdogPolicy { period_milliseconds, over_limit, foreign, grace_seconds, tolerance_mib } = policy.watchdog;
         let xids = driver.xids().inspect_err(|error| tracing::warn!(%error, "Xid errors are not counted")).ok();
         Ok(Self {
@@ -98,11 +99,11 @@ impl Watchdog {
                 tolerance: tolerance_mib << 20,
             },
             period: Duration::from_millis(period_milliseconds),
-            own_cgroup: cgroup::path(&own).unwrap_or_default().to_owned(),
+            own_cgroup: cgroup::path(&own, unified).unwrap_or_default().to_owned(),
             records: Records::below(&policy.state_dir),
             grants: Grants::new(),
             by_id: HashMap::new(),
-            processes: Processes::default(),
+            processes: Processes::new(unified),
             state: State::default(),
             shared,
         })

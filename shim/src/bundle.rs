@@ -20,7 +20,8 @@ use gpufence_cdi::{
     stage::Stage,
 };
 use gpufence_grant::{
-    GpuReference, Share,
+    GpuReference, Recipients, Share,
+    agent::{Cap, ContainerCaps, PodCaps},
     annotation::{self, AnnotatedGrant},
     limits::{self, Limit, Limits},
 };
@@ -133,6 +134,8 @@ struct Prepared {
     limits: String,
     loader_files: Vec<LoaderFile>,
     view: View,
+    /// Where the driver holds it to its memory limit.
+    caps: Option<ContainerCaps>,
 }
 
 fn prepare(
@@ -166,9 +169,25 @@ fn prepare(
     let in_folder = |name: &str, container_path: &str| {
         edits::read_only(folder.path().join(name).to_string_lossy().into_owned(), container_path.to_owned())
     };
+    let visible: Vec<String> = shares.iter().zip(&found).map(|(share, found)| uuid(share, found)).collect();
+    let is_instance = |found: &Found<'_>| matches!(found, Found::Mig(..));
+    let named: Vec<(String, bool)> = visible.iter().cloned().zip(found.iter().map(is_instance)).collect();
     let limiter = memory::limiter(policy)?;
-    let rung = if limiter.is_some() { Rung::Limiter } else { Rung::None };
-    memory::accept(policy, rung)?;
+    let capped = memory::driver_caps(memory::agent(policy).as_ref(), &stage.driver_version, &named, bundle.restored);
+    let rung = match (&capped, &limiter) {
+        (Ok(()), _) => Rung::Driver,
+        (Err(_), Some(_)) => Rung::Limiter,
+        (Err(_), None) => Rung::None,
+    };
+    memory::accept(policy, rung, capped.as_ref().err().map_or("", String::as_str))?;
+    let caps = match capped {
+        Ok(()) => Some(ContainerCaps {
+            socket: policy.agent_socket(),
+            container: caps_of(&inventory, shares).map_err(unmet)?,
+            pod: pod_caps(&inventory, grant, identity).map_err(unmet)?,
+        }),
+        Err(_) => None,
+    };
     let mut view = View { folders: mount_points(&driver.mounts), ..View::default() };
     // The view comes first: the stage's folders are mounted into it.
     edits.mounts.push(in_folder("view", CONTAINER_FOLDER));
@@ -185,7 +204,6 @@ fn prepare(
     let loader_files = loader::files(&Root::open(rootfs)?, &stage, choice)?;
     edits.mounts.extend(loader_files.iter().map(|file| in_folder(file.name, &file.container_path)));
 
-    let visible: Vec<String> = shares.iter().zip(&found).map(|(share, found)| uuid(share, found)).collect();
     let limits: Vec<Limit> = shares
         .iter()
         .zip(&visible)
@@ -225,7 +243,38 @@ fn prepare(
         limits: limits::write(&Limits { gpus: limits, on_failure: policy.memory.on_limiter_failure }),
         loader_files,
         view,
+        caps,
     })
+}
+
+/// The driver's caps that follow from shares; those of one GPU are summed up.
+fn caps_of<'a>(
+    inventory: &Inventory,
+    shares: impl IntoIterator<Item = &'a Share>,
+) -> Result<Vec<Cap>, gpufence_cdi::CdiError> {
+    let mut caps: Vec<Cap> = Vec::new();
+    for share in shares {
+        let (gpu, bytes) = (uuid(share, &find(inventory, share)?), share.memory_mib << 20);
+        match caps.iter_mut().find(|cap| cap.gpu == gpu) {
+            Some(cap) => cap.memory_bytes += bytes,
+            None => caps.push(Cap { gpu, memory_bytes: bytes }),
+        }
+    }
+    Ok(caps)
+}
+
+/// What a Pod's containers were granted together. A cap is none where one of them has a MIG instance.
+fn pod_caps(
+    inventory: &Inventory,
+    grant: &AnnotatedGrant,
+    identity: &Identity,
+) -> Result<Option<PodCaps>, gpufence_cdi::CdiError> {
+    let (Some(uid), Recipients::Named(containers)) = (&identity.pod_uid, &grant.grant.recipients) else {
+        return Ok(None);
+    };
+    let mut caps = caps_of(inventory, containers.values().flatten())?;
+    caps.retain(|cap| cap.gpu.starts_with("GPU-"));
+    Ok(Some(PodCaps { uid: uid.clone(), caps }))
 }
 
 /// What policy gives a container of these driver capabilities.
@@ -280,9 +329,13 @@ fn finish(
         let own = spec::container_spec(spec::device_name(bundle.id), edits.clone());
         let fence = Fence::of(&devices, &edits.device_nodes, &prepared.host);
         folder.write("fence.json", json(serde_json::to_string(&fence))?.as_bytes())?;
+        if let Some(caps) = &prepared.caps {
+            folder.write(ContainerCaps::FILE, json(serde_json::to_string(caps))?.as_bytes())?;
+        }
         folder.write("cdi.json", json(serde_json::to_string_pretty(&own))?.as_bytes())?;
     }
-    if prepared.is_some() {
+    if let Some(Prepared { record, .. }) = prepared {
+        log::info!("{}: GPU memory is held by \"{}\"", bundle.id, record.memory_held_by);
         crate::state::remove_old_stages(policy);
     }
     if after != *before {

@@ -104,13 +104,15 @@ pub enum EnforceError {
     NoLimiter(PathBuf),
     /// What keeps the container to its memory limit is weaker than policy accepts.
     #[error(
-        "the memory limit would be held by \"{rung}\", and this node's policy accepts nothing below \"{require}\" (memory.require)"
+        "the memory limit would be held by \"{rung}\", and this node's policy accepts nothing below \"{require}\" (memory.require): {why}"
     )]
     BelowRung {
         /// What policy says.
         require: Rung,
         /// What holds.
         rung: Rung,
+        /// Why nothing stronger does.
+        why: String,
     },
     /// No low-level runtime to wrap.
     #[error("none of the policy's runtimes ({names}) is on the engine's PATH or in a usual folder; install runc")]

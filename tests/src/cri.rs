@@ -67,6 +67,8 @@ pub fn configuration(engine: Engine, runtimes: &[RuntimeEntry], cdi_folder: &Pat
 
 /// The client.
 pub struct Cri {
+    /// The cgroup of Pods, as the kubelet makes it; empty: the engine's own choice.
+    pub cgroup_parent: String,
     runtime: Runtime,
     client: RuntimeServiceClient<Channel>,
 }
@@ -102,7 +104,7 @@ impl Cri {
             }
             bail!("CRI doesn't serve")
         })?;
-        Ok(Self { runtime, client })
+        Ok(Self { cgroup_parent: String::new(), runtime, client })
     }
 
     /// Starts a Pod's sandbox.
@@ -129,7 +131,11 @@ impl Cri {
             }),
             log_directory: format!("/run/{name}-logs"),
             annotations: annotations.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect(),
-            linux: Some(LinuxPodSandboxConfig { security_context: Some(security), ..LinuxPodSandboxConfig::default() }),
+            linux: Some(LinuxPodSandboxConfig {
+                cgroup_parent: self.cgroup_parent.clone(),
+                security_context: Some(security),
+                ..LinuxPodSandboxConfig::default()
+            }),
             ..PodSandboxConfig::default()
         };
         let request = RunPodSandboxRequest { config: Some(config.clone()), runtime_handler: handler.into() };

@@ -7,6 +7,7 @@
 //! * [`seen`]: what a container saw;
 //! * [`limited`]: a CUDA program in containers with a memory limit;
 //! * [`cri`]: a client of the Kubernetes container runtime interface;
+//! * [`node`]: the node agent on such a machine;
 //! * [`leaks`]: what is left behind.
 
 pub mod cri;
@@ -14,6 +15,7 @@ pub mod docker;
 pub mod host;
 pub mod leaks;
 pub mod limited;
+pub mod node;
 pub mod programs;
 pub mod seen;
 pub mod simulated;
