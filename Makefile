@@ -45,7 +45,7 @@ test: cargo ## Install what is missing, and run every check and test (as root)
 	$(CARGO) test --workspace
 
 .PHONY: bench
-bench: cargo release ## Measure our shim beside containerd's own, as ratios (as root)
+bench: cargo release ## Measure what it costs, beside what it replaces, as ratios (as root)
 	@tests/setup.sh tests
 	GPUFENCE_PROGRAMS=$(abspath $(TARGET)/release) $(CARGO) bench --quiet --profile dev --package gpufence-tests --benches
 

@@ -97,6 +97,13 @@ pub struct State {
     ended: HashSet<u64>,
 }
 
+fn action(trouble: &Trouble, rules: &Rules) -> Action {
+    match trouble {
+        Trouble::Over { .. } => rules.over_limit,
+        Trouble::Foreign { .. } => rules.foreign,
+    }
+}
+
 #[derive(Debug, Clone, Copy)]
 struct Since {
     first: Instant,
@@ -149,10 +156,7 @@ impl State {
         self.troubles.retain(|trouble, _| found.contains_key(trouble));
         let mut verdicts = Vec::new();
         for (trouble, (used, limit, process)) in found {
-            let action = match trouble {
-                Trouble::Over { .. } => rules.over_limit,
-                Trouble::Foreign { .. } => rules.foreign,
-            };
+            let action = action(&trouble, rules);
             let is_new = !self.troubles.contains_key(&trouble);
             let since = self.troubles.entry(trouble.clone()).or_insert(Since { first: now, readings: 0 });
             since.readings += 1;
@@ -167,6 +171,12 @@ impl State {
             }
         }
         verdicts
+    }
+
+    /// When the first of those in trouble may be ended, as far as its grace goes. `None`: nobody is to be.
+    pub fn due(&self, rules: &Rules) -> Option<Instant> {
+        let is_to_end = |trouble: &Trouble| action(trouble, rules) == Action::End;
+        self.troubles.iter().filter(|(trouble, _)| is_to_end(trouble)).map(|(_, since)| since.first + rules.grace).min()
     }
 
     /// Forgets that a process was ended: it couldn't be.
@@ -261,6 +271,18 @@ mod tests {
         let verdicts = run(&readings, &rules(Action::End, Action::Warn, 3));
         let ends: Vec<usize> = (0..7).filter(|reading| !ended(&verdicts[*reading]).is_empty()).collect();
         assert_eq!(ends, [6]);
+    }
+
+    #[test]
+    fn when_the_next_one_may_end() {
+        let (mut state, start) = (State::default(), Instant::now());
+        let (end, warn) = (rules(Action::End, Action::Warn, 3), rules(Action::Warn, Action::Warn, 3));
+        state.judge(&[in_a(1, 8 * GIB)], &grants(), &end, start);
+        assert_eq!(state.due(&end), None);
+        state.judge(&[in_a(1, 10 * GIB)], &grants(), &end, start);
+        assert_eq!((state.due(&end), state.due(&warn)), (Some(start + Duration::from_secs(3)), None));
+        state.judge(&[in_a(1, 8 * GIB)], &grants(), &end, start + Duration::from_secs(1));
+        assert_eq!(state.due(&end), None);
     }
 
     #[test]

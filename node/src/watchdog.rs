@@ -126,8 +126,13 @@ impl Watchdog {
                 }
             }
             // Readings that took too long are left out, not made up for.
-            next = (next + self.period).max(Instant::now());
-            std::thread::sleep(next.duration_since(Instant::now()));
+            let now = Instant::now();
+            next = (next + self.period).max(now);
+            // An offender isn't let live until the period is over when its grace is.
+            if let Some(due) = self.state.due(&self.rules) {
+                next = next.min(due.max(now + self.period / 4));
+            }
+            std::thread::sleep(next.duration_since(now));
         }
     }
 

@@ -9,6 +9,7 @@ use clap::Parser;
 use gpufence_cli::table;
 use gpufence_tests::{
     docker::{Docker, Release},
+    figures::median_milliseconds,
     host::{Host, Plan},
 };
 
@@ -50,14 +51,9 @@ fn main() -> Result<()> {
 }
 
 fn report(times: &[Vec<Duration>]) -> String {
-    let median = |times: &[Duration]| {
-        let mut sorted = times.to_vec();
-        sorted.sort();
-        sorted[sorted.len() / 2].as_secs_f64() * 1000.0
-    };
-    let base = median(&times[0]);
+    let base = median_milliseconds(&times[0]);
     let row = |((name, _), times): (&(&str, &str), &Vec<Duration>)| {
-        let time = median(times);
+        let time = median_milliseconds(times);
         vec![(*name).into(), format!("{time:.1} ms"), format!("{:.3}", time / base), format!("{:+.1} ms", time - base)]
     };
     let rows: Vec<Vec<String>> = SUBJECTS.iter().zip(times).map(row).collect();

@@ -13,6 +13,7 @@ use anyhow::{Context, Result, bail};
 use clap::Parser;
 use gpufence_cli::table;
 use gpufence_tests::{
+    figures::median_milliseconds,
     host::unique,
     programs,
     simulated::{self, Description},
@@ -138,17 +139,12 @@ fn cache_entry(number: usize) -> gpufence_cdi::ldcache::Entry<'static> {
 }
 
 fn report(subjects: &[Subject], times: &[Vec<Duration>]) -> String {
-    let median = |times: &[Duration]| {
-        let mut sorted = times.to_vec();
-        sorted.sort();
-        sorted[sorted.len() / 2].as_secs_f64() * 1000.0
-    };
-    let base = median(&times[0]);
+    let base = median_milliseconds(&times[0]);
     let rows: Vec<Vec<String>> = subjects
         .iter()
         .zip(times)
         .map(|(subject, times)| {
-            let time = median(times);
+            let time = median_milliseconds(times);
             vec![
                 subject.name.into(),
                 format!("{time:.1} ms"),

@@ -13,6 +13,7 @@ use anyhow::{Context, Result, bail};
 use clap::Parser;
 use gpufence_cli::{engine::shims_of, table};
 use gpufence_tests::{
+    figures::median_milliseconds,
     host::{GPUFENCE, Host, Plan, RUNC, unique},
     programs::Engine,
 };
@@ -130,23 +131,18 @@ fn read_memory(pid: u32) -> Result<Memory> {
 }
 
 fn report(times: &[Vec<Duration>], memories: &[Memory]) -> String {
-    let median = |times: &[Duration]| {
-        let mut sorted = times.to_vec();
-        sorted.sort();
-        sorted[sorted.len() / 2]
-    };
     let ratio = |value: f64, base: f64| format!("{:.2}", value / base);
-    let (base_time, base) = (median(&times[0]), memories[0]);
+    let (base_time, base) = (median_milliseconds(&times[0]), memories[0]);
     let rows: Vec<Vec<String>> = SUBJECTS
         .iter()
         .zip(times.iter().zip(memories))
         .map(|(subject, (times, memory))| {
-            let time = median(times);
+            let time = median_milliseconds(times);
             let mib = |kib: u64| format!("{:.1} MiB", kib as f64 / 1024.0);
             vec![
                 subject.name.into(),
-                format!("{:.1} ms", time.as_secs_f64() * 1000.0),
-                ratio(time.as_secs_f64(), base_time.as_secs_f64()),
+                format!("{time:.1} ms"),
+                ratio(time, base_time),
                 mib(memory.resident),
                 ratio(memory.resident as f64, base.resident as f64),
                 mib(memory.proportional),

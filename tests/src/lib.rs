@@ -8,10 +8,12 @@
 //! * [`limited`]: a CUDA program in containers with a memory limit;
 //! * [`cri`]: a client of the Kubernetes container runtime interface;
 //! * [`node`]: the node agent on such a machine;
+//! * [`figures`]: what benchmarks report;
 //! * [`leaks`]: what is left behind.
 
 pub mod cri;
 pub mod docker;
+pub mod figures;
 pub mod host;
 pub mod leaks;
 pub mod limited;

@@ -17,12 +17,17 @@ pub fn install(host: &Host) -> Result<()> {
 
 /// Compiles it to a file.
 pub fn compile(driver_root: &Path, output: &Path) -> Result<()> {
+    compile_program(SOURCE, output, &[&driver_root.join("usr/lib/x86_64-linux-gnu/libcuda.so.1")])
+}
+
+/// Compiles a program in C, with these libraries.
+pub fn compile_program(text: &str, output: &Path, libraries: &[&Path]) -> Result<()> {
     let source = output.with_extension("c");
-    std::fs::write(&source, SOURCE)?;
-    let library = driver_root.join("usr/lib/x86_64-linux-gnu/libcuda.so.1");
+    std::fs::write(&source, text)?;
     let answer = Command::new("cc")
         .args(["-O1", "-o"])
-        .args([output, &source, &library])
+        .args([output, &source])
+        .args(libraries)
         .output()
         .context("run cc; install gcc (apt-get install gcc)")?;
     std::fs::remove_file(&source)?;
