@@ -332,6 +332,18 @@ fn escapes() {
     // A table that is gone is made anew: the sum starts from nothing, which is what the watchdog is there for.
     let said = run(&host, "init context 0 linear 900M unlink child init context 0 linear 100M end");
     assert_eq!((said.after("unlink"), said.after("child")), ("0", "0"), "{said:?}");
+    // A driver that the image brings: in its folders it isn't found, and as a newer cuda-compat package the limiter stands
+    // before it as well.
+    let own = host.driver_root().join("usr/lib/x86_64-linux-gnu/libcuda.so.550.163.01");
+    for folder in ["usr/lib", "usr/lib/x86_64-linux-gnu", "usr/local/cuda/compat"] {
+        let folder = host.rootfs().join(folder);
+        fs::create_dir_all(&folder).unwrap();
+        fs::copy(&own, folder.join("libcuda.so.580.65.06")).unwrap();
+        std::os::unix::fs::symlink("libcuda.so.580.65.06", folder.join("libcuda.so.1")).unwrap();
+    }
+    let said = run(&host, "init context 0 linear 961M linear 960M lookup cuLaunchKernel");
+    assert_eq!(said.all_after("linear"), ["2", "0"], "{said:?}");
+    assert!(said.after("lookup").contains("/usr/local/cuda/compat/libcuda.so"), "the package's is what runs: {said:?}");
     // The limits file and the shadows can't be written or covered.
     for path in ["/usr/lib/gpufence/limits", shadow, "/usr/lib/gpufence/driver/x", "/etc/ld.so.cache"] {
         let output = host.output(GPUFENCE, &SHARE, &["/bin/sh", "-c", &format!("echo x > {path}")]).unwrap();
