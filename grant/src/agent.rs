@@ -30,6 +30,18 @@ pub struct AgentState {
     pub driver_version: String,
     /// Whether the driver can cap a cgroup's memory, and by what.
     pub memory_caps: MemoryCaps,
+    /// The MPS daemons that run.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub mps: Vec<MpsDaemon>,
+}
+
+/// An MPS control daemon that takes clients.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MpsDaemon {
+    /// The UUIDs of its GPUs.
+    pub gpus: Vec<String>,
+    /// Its folder on the host, with `pipe`, `log` and `shm` in it.
+    pub folder: PathBuf,
 }
 
 /// Whether the driver can cap a cgroup's memory (`nvmlDeviceSetMemoryLimits_v1`).

@@ -8,7 +8,7 @@ use serde::{
     de::{MapAccess, Visitor, value::MapAccessDeserializer},
 };
 
-use crate::{GpuReference, Grant, GrantError, MAX_GRANT_BYTES, Recipients, Share, check_shares};
+use crate::{GpuReference, Grant, GrantError, MAX_GRANT_BYTES, Mode, Recipients, Share, check_shares};
 
 /// How deep a grant nests: the object, its containers, a list of shares, a share.
 const MAX_DEPTH: usize = 4;
@@ -23,6 +23,8 @@ struct WireGrant {
     node: Option<String>,
     #[serde(default)]
     issued_at: Option<String>,
+    #[serde(default)]
+    mode: Option<Mode>,
     #[serde(deserialize_with = "unique_containers")]
     containers: BTreeMap<String, Vec<Object<WireShare>>>,
 }
@@ -114,6 +116,7 @@ pub fn parse(text: &str) -> Result<Grant, GrantError> {
         pod_uid: wire.pod_uid,
         node: wire.node,
         issued_at: wire.issued_at,
+        mode: wire.mode,
         recipients: Recipients::Named(containers),
     })
 }
@@ -184,6 +187,9 @@ mod tests {
             [Share { gpu: GpuReference::Uuid(GPU.into()), memory_mib: 8192, compute_percent: Some(50) }]
         );
         assert!(grant.shares_of("debugger").is_empty());
+        assert_eq!(grant.mode, None);
+        let text = text.replacen('{', r#"{"mode":"mps","#, 1);
+        assert_eq!(parse(&text).unwrap().mode, Some(Mode::Mps));
     }
 
     #[test]
@@ -198,6 +204,7 @@ mod tests {
             (containers(""), "the grant names no container"),
             (r#"{"containers":{}}"#.into(), "missing field `version`"),
             (r#"{"version":1}"#.into(), "missing field `containers`"),
+            (r#"{"version":1,"mode":"time","containers":{}}"#.into(), "unknown variant `time`, expected `mps`"),
             (share(r#","memory":1"#), "unknown field `memory`"),
             (share(r#","computePercent":101"#), "has 101 percent of compute"),
             (share(r#","computePercent":1000"#), "has 1000 percent of compute"),

@@ -23,6 +23,8 @@ pub mod size;
 
 use std::collections::BTreeMap;
 
+use serde::Deserialize;
+
 pub use error::GrantError;
 pub use gpu::GpuReference;
 
@@ -49,8 +51,18 @@ pub struct Grant {
     pub node: Option<String>,
     /// When it was written, RFC 3339. Absent in the short form.
     pub issued_at: Option<String>,
+    /// How its GPUs are to be shared. `None`: as the node does.
+    pub mode: Option<Mode>,
     /// Who gets which shares.
     pub recipients: Recipients,
+}
+
+/// How GPUs are shared among containers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Mode {
+    /// By NVIDIA's Multi-Process Service: their kernels run side by side.
+    Mps,
 }
 
 /// Which containers a grant gives shares to.

@@ -12,7 +12,7 @@ pub fn parse(text: &str) -> Result<Grant, GrantError> {
     }
     let shares = text.split(',').map(|share| parse_share(share.trim())).collect::<Result<Vec<_>, _>>()?;
     check_shares("this", &shares)?;
-    Ok(Grant { pod_uid: None, node: None, issued_at: None, recipients: Recipients::Bearer(shares) })
+    Ok(Grant { pod_uid: None, node: None, issued_at: None, mode: None, recipients: Recipients::Bearer(shares) })
 }
 
 fn parse_share(text: &str) -> Result<Share, GrantError> {

@@ -14,10 +14,9 @@ use axum::{
     response::{IntoResponse, Response},
     routing::get,
 };
-use gpufence_grant::agent::AgentState;
 use tokio::net::TcpListener;
 
-use crate::{metrics, usage, watchdog::Shared};
+use crate::{metrics, mps, published::Published, usage, watchdog::Shared};
 
 /// OpenMetrics, as prometheus-client writes it.
 const OPENMETRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
@@ -30,7 +29,9 @@ pub struct Served {
     /// What the watchdog last saw.
     pub shared: Shared,
     /// What this agent can do.
-    pub agent: Arc<AgentState>,
+    pub published: Arc<Published>,
+    /// The MPS daemons.
+    pub mps: mps::Shared,
     /// The watchdog's period.
     pub period: Duration,
 }
@@ -55,7 +56,8 @@ pub async fn serve(
 async fn metrics(State(served): State<Served>) -> Response {
     let text = tokio::task::spawn_blocking(move || {
         let snapshot = served.shared.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        metrics::text(&served.agent, &snapshot, usage::read)
+        let daemons = served.mps.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        metrics::text(&served.published.state(), &snapshot, &daemons, usage::read)
     });
     match tokio::time::timeout(SCRAPE, text).await {
         Ok(Ok(Ok(text))) => ([(CONTENT_TYPE, OPENMETRICS)], text).into_response(),

@@ -5,6 +5,7 @@
 //! * [`cgroup`]: which container a process is in; [`processes`]: processes that can't be mistaken for others;
 //! * [`watch`]: the watchdog's mind, a pure function of readings; [`watchdog`]: its hands;
 //! * [`caps`]: the driver's memory caps for cgroups; [`socket`]: where the create path asks for them;
+//! * [`published`]: what this agent tells the create path that it can do; [`mps`]: the MPS daemons;
 //! * [`metrics`] and [`http`]: Prometheus.
 
 mod arguments;
@@ -12,8 +13,10 @@ mod caps;
 mod cgroup;
 mod http;
 mod metrics;
+mod mps;
 mod nvml;
 mod processes;
+mod published;
 mod records;
 mod socket;
 mod usage;
@@ -30,6 +33,7 @@ use gpufence_grant::agent::{AgentState, MemoryCaps};
 use gpufence_shim::policy::Policy;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use nvml::Driver;
+use published::Published;
 use tokio::signal::unix::{SignalKind, signal};
 use watchdog::{Shared, Watchdog};
 
@@ -67,17 +71,22 @@ fn run(arguments: &Arguments) -> Result<()> {
     setrlimit(Resource::RLIMIT_NOFILE, most, most)?;
 
     fs::create_dir_all(&policy.state_dir).with_context(|| format!("create folder {}", policy.state_dir.display()))?;
-    let agent = AgentState { driver_version: driver.version.clone(), memory_caps: caps::detect(&driver, &gpus) };
+    let agent = AgentState {
+        driver_version: driver.version.clone(),
+        memory_caps: caps::detect(&driver, &gpus),
+        mps: Vec::new(),
+    };
     match &agent.memory_caps {
         MemoryCaps::Unsupported(why) => tracing::info!("the driver caps no memory here: {why}"),
         by => tracing::info!(?by, "the driver caps memory"),
     }
+    let published = Arc::new(Published::new(policy.agent_file(), agent));
     let socket = policy.agent_socket();
     let listener = socket::bind(&socket)?;
     socket::serve(listener, &driver)?;
     let shared = Shared::default();
     tracing::info!(driver = driver.version, gpus = gpus.len(), policy = ?policy.watchdog, "watching");
-    let watchdog = Watchdog::new(driver, gpus, &policy, shared.clone())?;
+    let watchdog = Watchdog::new(driver.clone(), gpus, &policy, shared.clone())?;
     let (failed, failure) = tokio::sync::oneshot::channel();
     std::thread::Builder::new().name("watchdog".into()).spawn(move || {
         let _ = failed.send(watchdog.run());
@@ -85,17 +94,18 @@ fn run(arguments: &Arguments) -> Result<()> {
 
     let served = http::Served {
         shared,
-        agent: Arc::new(agent.clone()),
+        published: published.clone(),
+        mps: mps::Shared::default(),
         period: Duration::from_millis(policy.watchdog.period_milliseconds),
     };
-    let file = policy.agent_file();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().max_blocking_threads(4).build()?;
     let ended = runtime.block_on(async {
         let metrics = http::bind(arguments.listen).await?;
         tracing::info!("metrics at http://{}/metrics", metrics.local_addr()?);
         let [mut terminate, mut interrupt] = [signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?];
         // Who reads it may ask at once: all that it tells of is there.
-        write(&file, &agent)?;
+        published.write()?;
+        mps::start(&policy, &inventory, &driver, &published, &served.mps)?;
         let stopped = async move {
             tokio::select! {
                 _ = terminate.recv() => {}
@@ -107,20 +117,9 @@ fn run(arguments: &Arguments) -> Result<()> {
             error = failure => Err(error.unwrap_or_else(|_| anyhow::anyhow!("the watchdog's thread is gone"))),
         }
     });
-    for file in [&file, &socket] {
-        let _ = fs::remove_file(file);
-    }
+    published.withdraw();
+    let _ = fs::remove_file(&socket);
     // What a scrape waits for isn't waited for.
     runtime.shutdown_background();
     ended
-}
-
-/// Writes what this agent can do, by rename.
-fn write(file: &std::path::Path, agent: &AgentState) -> Result<()> {
-    let temporary = file.with_extension("json.new");
-    let write = || {
-        fs::write(&temporary, serde_json::to_vec_pretty(agent)?)?;
-        fs::rename(&temporary, file)
-    };
-    write().with_context(|| format!("write {}", file.display()))
 }

@@ -10,6 +10,7 @@ use prometheus_client::{
 };
 
 use crate::{
+    mps,
     records::Container,
     usage::Usage,
     watchdog::{Snapshot, name},
@@ -63,16 +64,23 @@ struct DriverLabels {
     memory_caps: &'static str,
 }
 
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct SetLabels {
+    gpus: String,
+}
+
 type Bytes<L> = Family<L, Gauge>;
 
 /// The exposition text. `usage` gives a container's usage table.
 pub fn text(
     agent: &AgentState,
     snapshot: &Snapshot,
+    daemons: &[mps::Seen],
     usage: impl Fn(&Container) -> Option<Vec<Usage>>,
 ) -> Result<String, fmt::Error> {
     let mut registry = Registry::with_prefix("gpufence");
     node(&mut registry, agent, snapshot);
+    mps_daemons(&mut registry, daemons);
     containers(&mut registry, snapshot, usage);
     let mut text = String::new();
     encode(&mut text, &registry)?;
@@ -150,6 +158,17 @@ fn node(registry: &mut Registry, agent: &AgentState, snapshot: &Snapshot) {
     registry.register("watchdog_reading_seconds", "What readings took, together", seconds);
 }
 
+fn mps_daemons(registry: &mut Registry, daemons: &[mps::Seen]) {
+    let (runs, starts): (Family<SetLabels, Gauge>, Family<SetLabels, Counter>) = Default::default();
+    for daemon in daemons {
+        let labels = SetLabels { gpus: daemon.gpus.clone() };
+        runs.get_or_create(&labels).set(i64::from(daemon.runs));
+        starts.get_or_create(&labels).inc_by(daemon.starts);
+    }
+    registry.register("mps_daemon_up", "Whether the MPS daemon of a set of GPUs takes clients", runs);
+    registry.register("mps_daemon_starts", "How often it was started", starts);
+}
+
 fn containers(registry: &mut Registry, snapshot: &Snapshot, usage: impl Fn(&Container) -> Option<Vec<Usage>>) {
     let held_by: Bytes<HeldLabels> = Family::default();
     let [granted, counted, used]: [Bytes<ShareLabels>; 3] = std::array::from_fn(|_| Family::default());
@@ -220,13 +239,16 @@ mod tests {
             ended: [(("GPU-0".to_owned(), "over_limit"), 1)].into(),
             ..Snapshot::default()
         };
-        let agent = AgentState { driver_version: "615.20".into(), memory_caps: MemoryCaps::Dmem };
+        let agent = AgentState { driver_version: "615.20".into(), memory_caps: MemoryCaps::Dmem, mps: Vec::new() };
         let usage = Usage { held: 6, denied: 4, throttled: 1_500_000_000 };
-        let text = text(&agent, &snapshot, |_| Some(vec![usage])).unwrap();
+        let daemon = mps::Seen { gpus: "GPU-0,GPU-1".into(), runs: true, starts: 2 };
+        let text = text(&agent, &snapshot, &[daemon], |_| Some(vec![usage])).unwrap();
         let share = r#"{namespace="k8s.io",container_id="c1",container="trainer",pod_uid="p1",gpu="GPU-0"}"#;
         for line in [
             "gpufence_driver_info{version=\"615.20\",memory_caps=\"dmem\"} 1".to_owned(),
             "gpufence_gpu_memory_free_bytes{gpu=\"GPU-0\",index=\"0\"} 7516192768".into(),
+            "gpufence_mps_daemon_up{gpus=\"GPU-0,GPU-1\"} 1".into(),
+            "gpufence_mps_daemon_starts_total{gpus=\"GPU-0,GPU-1\"} 2".into(),
             "gpufence_gpu_xid_errors_total{index=\"0\",xid=\"79\"} 3".into(),
             "gpufence_gpu_ungranted_processes{gpu=\"GPU-0\",place=\"container\"} 2".into(),
             "gpufence_watchdog_ended_processes_total{gpu=\"GPU-0\",reason=\"over_limit\"} 1".into(),

@@ -10,6 +10,7 @@ use std::{
 use nvml_wrapper::{
     Device, EventSet, Nvml,
     bitmasks::event::EventTypes,
+    enum_wrappers::device::ComputeMode,
     enums::{device::UsedGpuMemory, event::XidError},
     error::NvmlError,
     struct_wrappers::device::ProcessInfo,
@@ -99,6 +100,13 @@ impl Driver {
             Box::leak(Box::new(Nvml::builder().lib_path(library.as_os_str()).init().map_err(start)?));
         let version = nvml.sys_driver_version().map_err(call("nvmlSystemGetDriverVersion"))?;
         Ok(Self { nvml, caps: cap_calls(library), version })
+    }
+
+    /// Keeps a GPU to the programs of one MPS server, or opens it to all again.
+    pub fn set_exclusive(&self, uuid: &str, exclusive: bool) -> Result<(), DriverError> {
+        let mut device = self.nvml.device_by_uuid(uuid).map_err(call("nvmlDeviceGetHandleByUUID"))?;
+        let mode = if exclusive { ComputeMode::ExclusiveProcess } else { ComputeMode::Default };
+        device.set_compute_mode(mode).map_err(call("nvmlDeviceSetComputeMode"))
     }
 
     /// Whether NVML has the calls for caps.

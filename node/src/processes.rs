@@ -93,16 +93,21 @@ impl Processes {
     /// Ends the process of a number. `false`: it has ended by itself.
     pub fn end(&self, number: u64) -> nix::Result<bool> {
         let Some(process) = self.known.values().find(|process| process.number == number) else { return Ok(false) };
-        match kill(&process.handle) {
-            Ok(()) => Ok(true),
-            Err(Errno::ESRCH) => Ok(false),
-            Err(error) => Err(error),
-        }
+        end(&process.handle)
     }
 
     /// The PID of a process, for the log.
     pub fn pid(&self, number: u64) -> Option<u32> {
         self.known.iter().find(|(_, process)| process.number == number).map(|(pid, _)| *pid)
+    }
+}
+
+/// Ends a process. `false`: it has ended by itself.
+pub fn end(handle: &OwnedFd) -> nix::Result<bool> {
+    match kill(handle) {
+        Ok(()) => Ok(true),
+        Err(Errno::ESRCH) => Ok(false),
+        Err(error) => Err(error),
     }
 }
 
@@ -113,7 +118,8 @@ fn describe(pid: u32, unified: bool) -> Option<(Ticks, String)> {
     Some((start, cgroup::path(&cgroup, unified)?.to_owned()))
 }
 
-fn has_ended(handle: &OwnedFd) -> nix::Result<bool> {
+/// Whether a process has ended.
+pub fn has_ended(handle: &OwnedFd) -> nix::Result<bool> {
     let mut handles = [PollFd::new(handle.as_fd(), PollFlags::POLLIN)];
     poll(&mut handles, PollTimeout::ZERO)?;
     Ok(handles[0].any() != Some(false))
@@ -121,7 +127,7 @@ fn has_ended(handle: &OwnedFd) -> nix::Result<bool> {
 
 /// pidfd_open(2). `None`: there is no such process.
 #[allow(unsafe_code, reason = "one-line wrapper")]
-fn open(pid: u32) -> nix::Result<Option<OwnedFd>> {
+pub fn open(pid: u32) -> nix::Result<Option<OwnedFd>> {
     // SAFETY: it takes two numbers, and gives a descriptor that is ours alone.
     let answer = unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) };
     match Errno::result(answer) {

@@ -37,6 +37,7 @@ use crate::{
     identity::{ContainerKind, Identity},
     limiter::Limiter,
     memory::{self, Rung},
+    mps,
     policy::Policy,
     runtime_path,
     state::{ContainerFolder, RECORD, Record, RecordedShare, View},
@@ -173,11 +174,15 @@ fn prepare(
     let is_instance = |found: &Found<'_>| matches!(found, Found::Mig(..));
     let named: Vec<(String, bool)> = visible.iter().cloned().zip(found.iter().map(is_instance)).collect();
     let limiter = memory::limiter(policy)?;
-    let capped = memory::driver_caps(memory::agent(policy).as_ref(), &stage.driver_version, &named, bundle.restored);
-    let rung = match (&capped, &limiter) {
-        (Ok(()), _) => Rung::Driver,
-        (Err(_), Some(_)) => Rung::Limiter,
-        (Err(_), None) => Rung::None,
+    let agent = memory::agent(policy);
+    let daemon = mps::daemon(&mps::sets(policy, &inventory), agent.as_ref(), &visible, grant.grant.mode)
+        .map_err(|what| EnforceError::Mps { origin: grant.origin, what })?;
+    let capped = memory::driver_caps(agent.as_ref(), &stage.driver_version, &named, bundle.restored);
+    let rung = match (&capped, daemon, &limiter) {
+        (Ok(()), ..) => Rung::Driver,
+        (Err(_), Some(_), _) => Rung::Mps,
+        (Err(_), None, Some(_)) => Rung::Limiter,
+        (Err(_), None, None) => Rung::None,
     };
     memory::accept(policy, rung, capped.as_ref().err().map_or("", String::as_str))?;
     let caps = match capped {
@@ -192,14 +197,22 @@ fn prepare(
     // The view comes first: the stage's folders are mounted into it.
     edits.mounts.push(in_folder("view", CONTAINER_FOLDER));
     edits.mounts.append(&mut driver.mounts);
+    // One number for all GPUs of a client: the smallest of its shares.
+    let percent = shares.iter().filter_map(|share| share.compute_percent).min().unwrap_or(100);
     let has_limiter = limiter.is_some();
     if let Some(limiter) = limiter {
-        let compute_limited = shares.iter().any(|share| share.compute_percent.is_some_and(|percent| percent < 100));
+        // MPS's server keeps a client to its part of the GPU, and no launch has to wait.
+        let compute_limited = percent < 100 && daemon.is_none();
         let (mut mounts, mut limiter_view) = limiter.brings(&stage, &options.capabilities, compute_limited);
         edits.mounts.append(&mut mounts);
         view.folders.append(&mut limiter_view.folders);
         view = View { folders: view.folders, ..limiter_view };
     }
+    if let Some(daemon) = daemon {
+        edits.mounts.extend(mps::mounts(daemon));
+        view.folders.extend(mps::FOLDERS.map(str::to_owned));
+    }
+    let mps_percent = daemon.map(|_| percent);
     let choice = Choice { capabilities: &options.capabilities, cuda_compat: policy.cuda_compat, limiter: has_limiter };
     let loader_files = loader::files(&Root::open(rootfs)?, &stage, choice)?;
     edits.mounts.extend(loader_files.iter().map(|file| in_folder(file.name, &file.container_path)));
@@ -229,6 +242,7 @@ fn prepare(
         driver_capabilities: options.capabilities.clone(),
         dropped_capabilities: Vec::new(),
         memory_held_by: rung,
+        mps_percent,
     };
     Ok(Prepared {
         host: roots.host.path().to_owned(),
@@ -238,6 +252,7 @@ fn prepare(
             visible,
             memory_mib: shares.iter().map(|share| share.memory_mib).collect(),
             capabilities: options.capabilities,
+            mps_percent,
         },
         record,
         limits: limits::write(&Limits { gpus: limits, on_failure: policy.memory.on_limiter_failure }),
@@ -298,7 +313,8 @@ fn finish(
         prepared.map_or_else(Default::default, |prepared| (prepared.edits.clone(), prepared.granted.clone()));
     let containers = policy.state_dir.join("containers");
     let limiter = Limiter::folder(policy);
-    let mount_sources: Vec<&Path> = [Some(&policy.stage_dir), Some(&containers), limiter.as_ref()]
+    let daemons = mps::folder(policy);
+    let mount_sources: Vec<&Path> = [Some(&policy.stage_dir), Some(&containers), Some(&daemons), limiter.as_ref()]
         .into_iter()
         .flatten()
         .map(PathBuf::as_path)

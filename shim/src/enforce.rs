@@ -152,6 +152,7 @@ mod tests {
             visible: vec!["GPU-a".into()],
             memory_mib: vec![1024],
             capabilities: [DriverCapability::Compute].into(),
+            mps_percent: None,
         };
         let edits = ContainerEdits { additional_gids: vec![44], ..ContainerEdits::default() };
         let spec = run(ordinary(), &granted, &edits, &Policy::default()).unwrap();

@@ -3,7 +3,7 @@
 use gpufence_cdi::capability::{self, DriverCapabilities};
 use serde_json::{Value, json};
 
-use crate::{EnforceError, json};
+use crate::{EnforceError, json, mps};
 
 /// What other runtimes take for a request.
 const REQUESTS: [&str; 6] = [
@@ -29,6 +29,8 @@ pub struct Granted {
     pub memory_mib: Vec<u64>,
     /// Its driver capabilities.
     pub capabilities: DriverCapabilities,
+    /// Where it is a client of MPS: the most threads of a GPU that it may use, in percent.
+    pub mps_percent: Option<u8>,
 }
 
 /// Which driver capabilities the environment chooses, within what policy allows.
@@ -51,7 +53,10 @@ pub fn rewrite(process: &mut Value, granted: &Granted) -> Result<(), EnforceErro
             let name = variable.as_str().and_then(|text| text.split_once('=')).map(|(name, _)| name);
             let request = name.is_some_and(|name| REQUESTS.contains(&name));
             spoke |= request;
-            !request && !name.is_some_and(|name| has_grant && MEMORY.contains(&name))
+            let ours = |name: &str| {
+                has_grant && MEMORY.contains(&name) || granted.mps_percent.is_some() && name.starts_with("CUDA_MPS_")
+            };
+            !request && !name.is_some_and(ours)
         });
     }
     if !has_grant {
@@ -81,6 +86,9 @@ pub fn rewrite(process: &mut Value, granted: &Granted) -> Result<(), EnforceErro
         json!(format!("{}={}", MEMORY[0], each(|mib| mib))),
         json!(format!("{}={}", MEMORY[1], each(|mib| mib >> 10))),
     ]);
+    if let Some(percent) = granted.mps_percent {
+        variables.extend(mps::variables(&granted.memory_mib, percent).into_iter().map(Value::String));
+    }
     Ok(())
 }
 
@@ -98,6 +106,7 @@ mod tests {
             visible: vec!["GPU-a".into(), "GPU-b".into()],
             memory_mib: vec![8192, 1536],
             capabilities: [Compute, Utility].into(),
+            mps_percent: None,
         };
         rewrite(&mut process, &granted).unwrap();
         let expected = json!({"env": [
@@ -113,6 +122,21 @@ mod tests {
         let variables = process["env"].as_array().unwrap();
         assert!(variables.contains(&json!("CUDA_VISIBLE_DEVICES=1")), "its own choice among what it was granted");
         assert!(!variables.contains(&json!("GPU_MEM_GB=80")) && variables.contains(&json!("GPU_MEM_GB=8,1")));
+    }
+
+    #[test]
+    fn clients_of_mps() {
+        let mut process = json!({"env": ["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=0=80G", "CUDA_MPS_CLIENT_PRIORITY=0"]});
+        let granted = Granted {
+            visible: vec!["GPU-a".into()],
+            memory_mib: vec![8192],
+            mps_percent: Some(25),
+            ..Granted::default()
+        };
+        rewrite(&mut process, &granted).unwrap();
+        let text = process.to_string();
+        assert!(text.contains("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=0=8192M") && text.contains("PERCENTAGE=25"), "{text}");
+        assert!(!text.contains("80G") && !text.contains("PRIORITY"), "{text}");
     }
 
     #[test]

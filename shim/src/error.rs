@@ -114,6 +114,14 @@ pub enum EnforceError {
         /// Why nothing stronger does.
         why: String,
     },
+    /// The GPUs are shared by MPS, or are to be, and the container can't be a client.
+    #[error("{origin}: {what}")]
+    Mps {
+        /// Where the grant came from.
+        origin: &'static str,
+        /// What is in the way.
+        what: String,
+    },
     /// No low-level runtime to wrap.
     #[error("none of the policy's runtimes ({names}) is on the engine's PATH or in a usual folder; install runc")]
     NoRuntime {

@@ -59,6 +59,7 @@ pub fn held(policy: &Policy, namespace: &str, id: &str) -> Result<Held, EnforceE
             memory_mib: record.shares.iter().map(|share| share.memory_mib).collect(),
             visible: record.shares.into_iter().map(|share| share.gpu).collect(),
             capabilities: record.driver_capabilities,
+            mps_percent: record.mps_percent,
         },
         dropped_capabilities: record.dropped_capabilities,
     })

@@ -5,7 +5,7 @@
 //! [`mounts`], [`environment`], [`capabilities`]. [`bundle`] is the thin edge which reads and writes files:
 //! `config.json`, the inventory, the stage, the image's `ld.so.cache` and the container's [`state`] folder.
 //! [`policy`] is the administrator's word, [`identity`] says which container of which Pod a bundle is for,
-//! [`memory`] is the ladder of memory limits and [`limiter`] its third rung,
+//! [`memory`] is the ladder of memory limits, [`mps`] its second rung and [`limiter`] its third,
 //! [`exec`] holds processes that are added later, [`visible_devices`] reads what a standalone host may take for a grant, and [`runtime_path`] finds the low-level runtime.
 //!
 //! `config.json` stays a [`serde_json::Value`] throughout: typed structs would drop fields that they don't know and
@@ -25,6 +25,7 @@ mod json;
 pub mod limiter;
 pub mod memory;
 pub mod mounts;
+pub mod mps;
 pub mod policy;
 pub mod runtime_path;
 pub mod state;

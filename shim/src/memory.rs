@@ -95,7 +95,7 @@ mod tests {
 
     #[test]
     fn when_the_driver_caps() {
-        let agent = |memory_caps| AgentState { driver_version: "615.20".into(), memory_caps };
+        let agent = |memory_caps| AgentState { driver_version: "615.20".into(), memory_caps, mps: Vec::new() };
         let gpu = [("GPU-a".to_owned(), false)];
         for by in [MemoryCaps::Dmem, MemoryCaps::Own] {
             driver_caps(Some(&agent(by)), "615.20", &gpu, false).unwrap();

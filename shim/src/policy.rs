@@ -1,9 +1,12 @@
 //! The administrator's word: `/etc/gpufence/config.toml`.
 
-use std::path::{Path, PathBuf};
+use std::{
+    collections::HashSet,
+    path::{Path, PathBuf},
+};
 
 use gpufence_cdi::capability::{DriverCapabilities, DriverCapability};
-use gpufence_grant::limits::OnFailure;
+use gpufence_grant::{GpuReference, limits::OnFailure};
 use serde::{Deserialize, Serialize};
 
 use crate::{EnforceError, memory::Rung};
@@ -77,6 +80,23 @@ impl Default for WatchdogPolicy {
     }
 }
 
+/// Which GPUs are shared by NVIDIA's Multi-Process Service: the table `mps`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct MpsPolicy {
+    /// Sets of GPUs and MIG instances, by index or UUID. Each has a daemon of its own, whose clients can fail together; a
+    /// container's GPUs are all of one set.
+    pub sets: Vec<Vec<String>>,
+    /// Whether those GPUs take no other programs (compute mode EXCLUSIVE_PROCESS), so that none gets past the daemon.
+    pub exclusive: bool,
+}
+
+impl Default for MpsPolicy {
+    fn default() -> Self {
+        Self { sets: Vec::new(), exclusive: true }
+    }
+}
+
 /// The policy of a node.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
@@ -123,6 +143,8 @@ pub struct Policy {
     pub memory: MemoryPolicy,
     /// What the node agent does about memory that wasn't granted.
     pub watchdog: WatchdogPolicy,
+    /// Which GPUs are shared by MPS.
+    pub mps: MpsPolicy,
 }
 
 /// What lets a process get round a device cgroup or reach the host. MKNOD is not among the reasons to distrust a
@@ -163,6 +185,7 @@ impl Default for Policy {
             runtime_timeout_seconds: 120,
             memory: MemoryPolicy::default(),
             watchdog: WatchdogPolicy::default(),
+            mps: MpsPolicy::default(),
         }
     }
 }
@@ -216,6 +239,18 @@ impl Policy {
             return Err(error(
                 "watchdog.period_milliseconds is below 100; a reading costs the driver more than that".into(),
             ));
+        }
+        let mut named = HashSet::new();
+        for set in &policy.mps.sets {
+            if set.is_empty() {
+                return Err(error("mps.sets has an empty set; name at least one GPU in each".into()));
+            }
+            for name in set {
+                GpuReference::parse(name).map_err(|source| error(format!("mps.sets: {source}")))?;
+                if !named.insert(name) {
+                    return Err(error(format!("mps.sets names GPU {name} twice; it has one daemon")));
+                }
+            }
         }
         if policy.runtime_timeout_seconds == 0 {
             return Err(error("runtime_timeout_seconds is 0; give at least 1".into()));
@@ -273,6 +308,9 @@ mod tests {
             ("[memory]\non_failure = \"deny\"", "unknown field `on_failure`"),
             ("[watchdog]\nforeign = \"kill\"", "unknown variant `kill`"),
             ("[watchdog]\nperiod_milliseconds = 10", "below 100"),
+            ("[mps]\nsets = [[\"0\", \"1\"], [\"1\"]]", "names GPU 1 twice"),
+            ("[mps]\nsets = [[]]", "empty set"),
+            ("[mps]\nsets = [[\"all\"]]", "\"all\" names no GPU"),
             ("=", "TOML parse error"),
         ] {
             let message = read(text).unwrap_err();

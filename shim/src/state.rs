@@ -51,6 +51,9 @@ pub struct Record {
     /// What keeps it to its memory limit.
     #[serde(default)]
     pub memory_held_by: Rung,
+    /// Where it is a client of MPS: the most threads of a GPU that it may use, in percent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mps_percent: Option<u8>,
 }
 
 /// One share.

@@ -40,7 +40,7 @@ pub fn grant(wish: &str, devices: &Devices) -> Result<AnnotatedGrant, EnforceErr
         return Err(EnforceError::Visible("this node has no usable GPU".into()));
     }
     Ok(AnnotatedGrant {
-        grant: Grant { pod_uid: None, node: None, issued_at: None, recipients: Recipients::Bearer(shares) },
+        grant: Grant { pod_uid: None, node: None, issued_at: None, mode: None, recipients: Recipients::Bearer(shares) },
         origin: ORIGIN,
         text: wish.to_owned(),
         signature: None,

@@ -22,6 +22,7 @@ pub struct Node {
     address: String,
     log: Arc<Mutex<String>>,
     told: PathBuf,
+    state: PathBuf,
 }
 
 /// A process on a GPU, as NVML tells of it.
@@ -67,7 +68,7 @@ impl Node {
                 kept.push('\n');
             }
         });
-        let mut node = Self { process, address: String::new(), log, told };
+        let mut node = Self { process, address: String::new(), log, told, state: host.folder().join("state") };
         match receiver.recv_timeout(Duration::from_secs(20)) {
             Ok(address) => node.address = address,
             Err(_) => bail!("gpufence-node does not serve: {}", node.log()),
@@ -89,6 +90,22 @@ impl Node {
     pub fn caps(&self) -> Vec<String> {
         let text = fs::read_to_string(self.told.with_extension("json.limits")).unwrap_or_default();
         text.lines().map(str::to_owned).collect()
+    }
+
+    /// The compute modes that NVML was told, each as `GPU mode`.
+    pub fn compute_modes(&self) -> Vec<String> {
+        let text = fs::read_to_string(self.told.with_extension("json.modes")).unwrap_or_default();
+        text.lines().map(str::to_owned).collect()
+    }
+
+    /// The PIDs of the MPS daemons, in the order of their sets; of one that has ended, its last.
+    pub fn mps_daemons(&self) -> Vec<i32> {
+        let folder = self.state.join("mps");
+        let pid = |number: usize| {
+            let file = folder.join(number.to_string()).join("pipe/nvidia-cuda-mps-control.pid");
+            fs::read_to_string(file).ok()?.trim().parse().ok()
+        };
+        (0..16).map_while(pid).collect()
     }
 
     /// What it has logged.
@@ -121,6 +138,10 @@ impl Drop for Node {
     fn drop(&mut self) {
         let _ = self.process.kill();
         let _ = self.process.wait();
+        // MPS daemons outlive it.
+        for pid in self.mps_daemons() {
+            let _ = nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), nix::sys::signal::Signal::SIGKILL);
+        }
     }
 }
 

@@ -8,7 +8,7 @@
 
    Each Xid is an event that comes once. Memory limits (nvmlDeviceSetMemoryLimits_v1) are "unsupported" unless it says
    "supported", or "ignored": set with success, and not so when read back, or "slow": as supported, after ten seconds. Each
-   that is set is a line in the file of that name and ".limits". Without such a file, memory and processes are those of the
+   that is set is a line in the file of that name and ".limits", and each compute mode one in ".modes". Without such a file, memory and processes are those of the
    card that the CUDA stand-in writes. */
 #include "card.h"
 
@@ -217,11 +217,19 @@ static int supports_limits(const struct handle *device, const char *cgroup) {
     if (same(told.limits, "slow")) { u64 ten[2] = {10, 0}; call(35, (long)ten, 0, 0, 0, 0, 0); }
     return call(21, (long)cgroup, 0, 0, 0, 0, 0) ? NOT_FOUND : SUCCESS;
 }
-static void log_limits(const struct memory_limits *limits, int gpu) {
-    char line[1024], path[512], digits[24];
-    u32 length = 0, start = 0;
+/* Adds a line to the file of this ending beside the one that tells us what happens. */
+static void log_line(const char *line, u32 length, const char *ending) {
+    char path[512];
+    u32 start = 0;
+    if (!path_told()) return;
     for (const char *from = path_told(); *from && start < 480; from++) path[start++] = *from;
-    copy(path + start, sizeof path - start, ".limits");
+    copy(path + start, sizeof path - start, ending);
+    long file = call(2, (long)path, 02101, 0644, 0, 0, 0);
+    if (file >= 0) call(1, file, (long)line, length, 0, 0, 0), call(3, file, 0, 0, 0, 0, 0);
+}
+static void log_limits(const struct memory_limits *limits, int gpu) {
+    char line[1024], digits[24];
+    u32 length = 0;
     u64 numbers[3] = {(u64)gpu, limits->soft, limits->hard};
     for (int i = 0; i < 3; i++) {
         int count = 0;
@@ -231,9 +239,16 @@ static void log_limits(const struct memory_limits *limits, int gpu) {
     }
     for (const char *from = limits->cgroup; *from && length < 1000; from++) line[length++] = *from;
     line[length++] = '\n';
-    long file = call(2, (long)path, 02101, 0644, 0, 0, 0);
-    if (file >= 0) call(1, file, (long)line, length, 0, 0, 0), call(3, file, 0, 0, 0, 0, 0);
+    log_line(line, length, ".limits");
 }
+
+/* Compute modes, each that is set a line in the file of that ending: the GPU's number and the mode's, both of one digit. */
+int nvmlDeviceSetComputeMode(struct handle *device, int mode) {
+    const char line[4] = {(char)('0' + number_of(device)), ' ', (char)('0' + mode), '\n'};
+    log_line(line, 4, ".modes");
+    return SUCCESS;
+}
+
 int nvmlDeviceSetMemoryLimits_v1(struct handle *device, const struct memory_limits *limits) {
     int answer = supports_limits(device, limits->cgroup);
     if (answer) return answer;

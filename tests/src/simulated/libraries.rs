@@ -49,6 +49,7 @@ const STUB: &str = include_str!("../../standins/stub.c");
 const CARD: &str = include_str!("../../standins/card.h");
 const CUDA: &str = include_str!("../../standins/cuda.c");
 const NVML: &str = include_str!("../../standins/nvml.c");
+const MPS: &str = include_str!("../../standins/nvidia-cuda-mps-control");
 const SMI: &str = include_str!("../../standins/nvidia-smi.c");
 
 /// Writes a driver's libraries, programs, firmware and configuration below `root`.
@@ -93,6 +94,10 @@ pub fn install(description: &Description, root: &Path) -> Result<()> {
     if !root.join("usr/lib/nvidia/current/nvidia-smi").exists() {
         program(&smi, &root.join("usr/bin/nvidia-smi"))?;
     }
+    let mps = root.join("usr/bin/nvidia-cuda-mps-control");
+    fs::create_dir_all(root.join("usr/bin"))?;
+    fs::write(&mps, MPS)?;
+    fs::set_permissions(&mps, fs::Permissions::from_mode(0o755))?;
     let firmware = root.join("lib/firmware/nvidia").join(&description.driver);
     fs::create_dir_all(&firmware)?;
     for name in ["gsp_ga10x.bin", "gsp_tu10x.bin"] {
