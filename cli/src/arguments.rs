@@ -39,6 +39,8 @@ pub enum Command {
     Cdi(CdiArguments),
     /// Set up an engine to use Gpufence
     Configure(ConfigureArguments),
+    /// Make a key pair that signs grants
+    Keygen(KeygenArguments),
     /// Run five containers on a containerd of its own and show what each sees
     Demo(DemoArguments),
     /// Tell what this container sees: device nodes, driver libraries, limits, capabilities
@@ -244,6 +246,36 @@ pub struct DemoArguments {
     /// The folder of containerd-shim-gpufence-v1 [default: this program's own, then PATH]
     #[arg(long, value_name = "FOLDER")]
     pub shim_folder: Option<PathBuf>,
+    /// The form of the output
+    #[arg(long, value_enum, default_value = "table")]
+    pub output: Output,
+}
+
+/// `gpufence keygen`.
+#[derive(Debug, Args)]
+#[command(
+    after_help = "Writes FOLDER/<key id>.key, the private key in PEM, readable by its owner alone, and FOLDER/<key id>.pub, the public
+key as nodes take it: in /etc/gpufence/keys.d, or as a line of keys in /etc/gpufence/config.toml. The id follows from the key.
+
+To change keys: give the nodes the new public key beside the old one, then the extender the new private key, and take the old
+public key from the nodes when no Pod has a grant of it any more.
+
+Examples:
+  gpufence keygen
+  gpufence keygen --folder /root/keys --output json
+  gpufence keygen --kubernetes gpufence | kubectl apply --filename -
+  gpufence keygen --public-of 39f713d0a644253f.key"
+)]
+pub struct KeygenArguments {
+    /// Where the two files go; it is made if it isn't there
+    #[arg(long, value_name = "FOLDER", default_value = ".")]
+    pub folder: PathBuf,
+    /// Write no files, but print a Secret with both keys and a ConfigMap with the public one, for this namespace
+    #[arg(long, value_name = "NAMESPACE", conflicts_with_all = ["folder", "public_of"])]
+    pub kubernetes: Option<String>,
+    /// Make no key, but print the public half of this private one
+    #[arg(long, value_name = "FILE", conflicts_with = "folder")]
+    pub public_of: Option<PathBuf>,
     /// The form of the output
     #[arg(long, value_enum, default_value = "table")]
     pub output: Output,

@@ -5,7 +5,7 @@ use std::{io::IsTerminal, process::ExitCode};
 use clap::Parser;
 use gpufence_cli::{
     arguments::{Arguments, Command},
-    cdi, configure, demo, inventory, manual, probe,
+    cdi, configure, demo, inventory, keygen, manual, probe,
 };
 
 fn main() -> ExitCode {
@@ -13,6 +13,7 @@ fn main() -> ExitCode {
         Command::Inventory(arguments) => inventory::run(&arguments),
         Command::Cdi(arguments) => cdi::run(&arguments),
         Command::Configure(arguments) => configure::run(&arguments),
+        Command::Keygen(arguments) => keygen::run(&arguments),
         Command::Demo(arguments) => demo::run(&arguments),
         Command::Probe(arguments) => probe::run(&arguments),
         Command::Completions { shell } => manual::completions(shell),

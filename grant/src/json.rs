@@ -7,6 +7,7 @@ use serde::{
     Deserialize, Deserializer,
     de::{MapAccess, Visitor, value::MapAccessDeserializer},
 };
+use serde_json::Value;
 
 use crate::{GpuReference, Grant, GrantError, MAX_GRANT_BYTES, Mode, Recipients, Share, check_shares};
 
@@ -133,6 +134,38 @@ fn share(Object(wire): Object<WireShare>) -> Result<Share, GrantError> {
     Ok(Share { gpu, memory_mib: wire.memory_mib, compute_percent })
 }
 
+/// Writes a grant to containers by name, as [`parse`] reads it. Short: it is kept with the Pod.
+///
+/// # Errors
+/// What [`parse`] would refuse isn't written.
+pub fn write(grant: &Grant) -> Result<String, GrantError> {
+    let Recipients::Named(containers) = &grant.recipients else { return Err(GrantError::NoContainers) };
+    let share = |share: &Share| {
+        let mut object = serde_json::Map::new();
+        object.insert("gpu".into(), share.gpu.to_string().into());
+        object.insert("memoryMiB".into(), share.memory_mib.into());
+        if let Some(percent) = share.compute_percent {
+            object.insert("computePercent".into(), percent.into());
+        }
+        Value::Object(object)
+    };
+    let mut object = serde_json::Map::new();
+    object.insert("version".into(), 1.into());
+    for (key, value) in [("podUID", &grant.pod_uid), ("node", &grant.node), ("issuedAt", &grant.issued_at)] {
+        if let Some(value) = value {
+            object.insert(key.into(), value.as_str().into());
+        }
+    }
+    if let Some(Mode::Mps) = grant.mode {
+        object.insert("mode".into(), "mps".into());
+    }
+    let containers = containers.iter().map(|(name, shares)| (name.clone(), shares.iter().map(share).collect()));
+    object.insert("containers".into(), Value::Object(containers.collect()));
+    let text = Value::Object(object).to_string();
+    parse(&text)?;
+    Ok(text)
+}
+
 /// Refuses deep nesting before the parser recurses into it.
 fn check_depth(text: &str) -> Result<(), GrantError> {
     let (mut depth, mut in_string, mut escaped) = (0_usize, false, false);
@@ -233,6 +266,19 @@ mod tests {
             assert!(message.contains(expected), "{text}: {message}");
         }
         assert_eq!(parse(&" ".repeat(MAX_GRANT_BYTES + 1)), Err(GrantError::TooLong { bytes: MAX_GRANT_BYTES + 1 }));
+    }
+
+    #[test]
+    fn what_is_written_is_read() {
+        let text = format!(
+            r#"{{"version":1,"podUID":"u","node":"n","issuedAt":"2026-01-01T00:00:00Z","mode":"mps","containers":{{"a":[{{"gpu":"{GPU}","memoryMiB":8192,"computePercent":50}}],"b":[{{"gpu":"{GPU}","memoryMiB":1}}]}}}}"#
+        );
+        let mut grant = parse(&text).unwrap();
+        assert_eq!(write(&grant).unwrap(), text);
+        grant.recipients = Recipients::Named(BTreeMap::new());
+        assert_eq!(write(&grant), Err(GrantError::NoContainers));
+        grant.recipients = Recipients::Bearer(Vec::new());
+        assert_eq!(write(&grant), Err(GrantError::NoContainers));
     }
 
     proptest! {

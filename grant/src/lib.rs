@@ -4,6 +4,7 @@
 //!
 //! * [`annotation`]: which annotation carries a grant, and how one is read from a container's annotations;
 //! * [`json`]: the grant as the extender writes it (`gpufence.dev/grant`);
+//! * [`signature`]: keys, and signatures of a grant's exact bytes; `signing`: the private half;
 //! * [`short`]: the short form for standalone hosts (`gpufence.dev/gpu`);
 //! * [`size`]: amounts of memory with their units;
 //! * [`gpu`]: how a grant names a GPU;
@@ -19,6 +20,9 @@ pub mod gpu;
 pub mod json;
 pub mod limits;
 pub mod short;
+pub mod signature;
+#[cfg(feature = "signing")]
+pub mod signing;
 pub mod size;
 
 use std::collections::BTreeMap;

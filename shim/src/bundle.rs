@@ -26,6 +26,7 @@ use gpufence_grant::{
     limits::{self, Limit, Limits},
 };
 use serde_json::{Map, Value};
+use time::OffsetDateTime;
 
 use crate::{
     EnforceError,
@@ -41,7 +42,7 @@ use crate::{
     policy::Policy,
     runtime_path,
     state::{ContainerFolder, RECORD, Record, RecordedShare, View},
-    visible_devices,
+    trust, visible_devices,
 };
 
 /// No engine writes a longer `config.json`; reading one would only hurt us.
@@ -94,7 +95,7 @@ pub fn enforce_bundle(policy: &Policy, bundle: &Bundle<'_>) -> Result<Outcome, E
         (grant, None) => grant,
     };
     if let Some(grant) = &grant {
-        check_addressee(grant, &identity, policy)?;
+        trust::check(grant, &identity, policy, OffsetDateTime::now_utc())?;
     }
     let shares = match (&grant, identity.kind) {
         (Some(grant), ContainerKind::Container) => grant.grant.shares_of(&identity.name),
@@ -420,26 +421,6 @@ fn shares_host_pids(spec: &Value) -> bool {
 /// `root.path`, relative to the bundle.
 fn bundle_root(bundle: &Path, spec: &Value) -> PathBuf {
     bundle.join(spec.pointer("/root/path").and_then(Value::as_str).unwrap_or("rootfs"))
-}
-
-/// A grant for another Pod or another node is a copied one.
-fn check_addressee(grant: &AnnotatedGrant, identity: &Identity, policy: &Policy) -> Result<(), EnforceError> {
-    let origin = grant.origin;
-    let refuse = |what, granted: &str, actual: &str| {
-        Err(EnforceError::NotForUs { origin, what, granted: granted.to_owned(), actual: actual.to_owned() })
-    };
-    if let Some(granted) = &grant.grant.pod_uid {
-        match &identity.pod_uid {
-            Some(actual) if actual == granted => {}
-            Some(actual) => return refuse("Pod", granted, actual),
-            None if identity.in_pod => return refuse("Pod", granted, "a Pod whose UID containerd doesn't pass on"),
-            None => return refuse("Pod", granted, "no Pod"),
-        }
-    }
-    match &grant.grant.node {
-        Some(granted) if !policy.node.is_empty() && *granted != policy.node => refuse("node", granted, &policy.node),
-        _ => Ok(()),
-    }
 }
 
 fn find<'a>(inventory: &'a Inventory, share: &Share) -> Result<Found<'a>, gpufence_cdi::CdiError> {

@@ -3,7 +3,7 @@
 use std::{io, path::PathBuf};
 
 use gpufence_cdi::CdiError;
-use gpufence_grant::annotation::AnnotationError;
+use gpufence_grant::{annotation::AnnotationError, signature::SignatureError};
 use thiserror::Error;
 
 use crate::memory::Rung;
@@ -55,6 +55,36 @@ pub enum EnforceError {
         granted: String,
         /// Who this is.
         actual: String,
+    },
+    /// A grant that counts nothing here, since nobody signed it.
+    #[error(
+        "{origin}: the grant isn't signed, and this node's policy counts only what the scheduler has signed (require_signature); ask for GPUs by resources such as gpufence.dev/gpu-memory instead of by annotation"
+    )]
+    Unsigned {
+        /// Where the grant came from.
+        origin: &'static str,
+    },
+    /// A signature that doesn't hold.
+    #[error("annotation {}: {source}; let the scheduler grant anew", gpufence_grant::annotation::GRANT_SIGNATURE)]
+    Signature {
+        /// What is wrong with it.
+        source: SignatureError,
+    },
+    /// A signed grant that doesn't say what it has to.
+    #[error("{origin}: a signed grant has to say {what}; use an extender of the same release as this node")]
+    Incomplete {
+        /// Where the grant came from.
+        origin: &'static str,
+        /// What is missing, or what its time is.
+        what: String,
+    },
+    /// A signed grant of too long ago, or of a time to come.
+    #[error("{origin}: the grant was signed {what}")]
+    Time {
+        /// Where the grant came from.
+        origin: &'static str,
+        /// When, the bound, and what to do.
+        what: String,
     },
     /// The grant can't be met on this node.
     #[error("{origin}: {source}")]

@@ -4,7 +4,8 @@
 //! the part of the OCI spec that it touches, and is a pure function on JSON: [`hooks`], [`devices`], [`device_rules`],
 //! [`mounts`], [`environment`], [`capabilities`]. [`bundle`] is the thin edge which reads and writes files:
 //! `config.json`, the inventory, the stage, the image's `ld.so.cache` and the container's [`state`] folder.
-//! [`policy`] is the administrator's word, [`identity`] says which container of which Pod a bundle is for,
+//! [`policy`] is the administrator's word, [`identity`] says which container of which Pod a bundle is for, [`trust`] whether
+//! its grant is to be believed,
 //! [`memory`] is the ladder of memory limits, [`mps`] its second rung and [`limiter`] its third,
 //! [`exec`] holds processes that are added later, [`visible_devices`] reads what a standalone host may take for a grant, and [`runtime_path`] finds the low-level runtime.
 //!
@@ -29,6 +30,7 @@ pub mod mps;
 pub mod policy;
 pub mod runtime_path;
 pub mod state;
+pub mod trust;
 pub mod visible_devices;
 
 pub use error::EnforceError;

@@ -6,7 +6,11 @@ use std::{
 };
 
 use gpufence_cdi::capability::{DriverCapabilities, DriverCapability};
-use gpufence_grant::{GpuReference, limits::OnFailure};
+use gpufence_grant::{
+    GpuReference,
+    limits::OnFailure,
+    signature::{Keyring, PublicKey, SignatureError},
+};
 use serde::{Deserialize, Serialize};
 
 use crate::{EnforceError, memory::Rung};
@@ -109,6 +113,16 @@ pub struct Policy {
     pub stage_dir: PathBuf,
     /// This node's name, against which a grant's is held. Empty: not checked.
     pub node: String,
+    /// Whether only signed grants count, each for the Pod and the node that it was signed for.
+    pub require_signature: bool,
+    /// The public keys that signatures are held against, besides those of `keys_dir`.
+    pub keys: Vec<String>,
+    /// A folder whose `*.pub` files have more public keys.
+    pub keys_dir: PathBuf,
+    /// Seconds after which a signed grant is too old. 0: never, since a Pod's containers restart with the grant they have.
+    pub grant_max_age_seconds: u64,
+    /// Seconds by which the clock of who signs may be ahead of this node's.
+    pub grant_clock_skew_seconds: u64,
     /// What is done with privileged containers.
     pub privileged: Privileged,
     /// The driver capabilities that a container may have.
@@ -169,6 +183,11 @@ impl Default for Policy {
             state_dir: "/run/gpufence".into(),
             stage_dir: "/var/lib/gpufence/stage".into(),
             node: String::new(),
+            require_signature: false,
+            keys: Vec::new(),
+            keys_dir: "/etc/gpufence/keys.d".into(),
+            grant_max_age_seconds: 0,
+            grant_clock_skew_seconds: 300,
             privileged: Privileged::Fence,
             allowed_driver_capabilities: capabilities.clone(),
             default_driver_capabilities: capabilities,
@@ -205,12 +224,26 @@ impl Policy {
         let error = |what: String| EnforceError::Policy { path: path.to_owned(), what };
         let text = std::fs::read_to_string(path).map_err(|source| error(source.to_string()))?;
         let policy: Self = toml::from_str(&text).map_err(|source| error(source.to_string().trim_end().to_owned()))?;
-        for (key, folder) in
-            [("driver_root", &policy.driver_root), ("state_dir", &policy.state_dir), ("stage_dir", &policy.stage_dir)]
-        {
+        for (key, folder) in [
+            ("driver_root", &policy.driver_root),
+            ("state_dir", &policy.state_dir),
+            ("stage_dir", &policy.stage_dir),
+            ("keys_dir", &policy.keys_dir),
+        ] {
             if !folder.is_absolute() {
                 return Err(error(format!("{key} = \"{}\" is not an absolute path", folder.display())));
             }
+        }
+        if policy.require_signature && policy.node.is_empty() {
+            return Err(error(
+                "require_signature without node: a grant for another node couldn't be told; set node to this node's name in Kubernetes".into(),
+            ));
+        }
+        if policy.require_signature && policy.accept_visible_devices {
+            return Err(error("require_signature and accept_visible_devices exclude each other: nobody signs what an image's environment says".into()));
+        }
+        for text in &policy.keys {
+            PublicKey::parse(text).map_err(|source| error(format!("keys: {source}")))?;
         }
         let lists =
             [&policy.drop_capabilities, &policy.drop_capabilities_ungranted, &policy.drop_capabilities_host_pid];
@@ -258,6 +291,14 @@ impl Policy {
         Ok(policy)
     }
 
+    /// The public keys that signatures of grants are held against.
+    pub fn keyring(&self) -> Result<Keyring, SignatureError> {
+        let keys = self.keys.iter().map(|text| PublicKey::parse(text)).collect::<Result<Vec<_>, _>>()?;
+        let mut ring = Keyring::new(keys);
+        ring.add_folder(&self.keys_dir)?;
+        Ok(ring)
+    }
+
     /// Where the node agent listens for root.
     pub fn agent_socket(&self) -> PathBuf {
         self.state_dir.join("node.sock")
@@ -295,7 +336,9 @@ mod tests {
         for (text, expected) in [
             ("privilegd = \"deny\"", "unknown field `privilegd`"),
             ("privileged = \"maybe\"", "unknown variant `maybe`"),
-            ("require_signature = true", "unknown field `require_signature`"),
+            ("require_signature = true", "require_signature without node"),
+            ("require_signature = true\nnode = \"a\"\naccept_visible_devices = true", "exclude each other"),
+            ("keys = [\"ed25519:0:\"]", "keys: \"ed25519:0:\" is not a public key"),
             ("driver_root = \"relative\"", "not an absolute path"),
             ("drop_capabilities = [\"sys_admin\"]", "not a capability's name"),
             ("runtimes = []", "runtimes is empty"),

@@ -115,7 +115,19 @@ impl Cri {
         annotations: &[(&str, &str)],
         privileged: bool,
     ) -> Result<Pod> {
-        let uid = pod_uid();
+        self.run_pod_as(&pod_uid(), name, handler, annotations, privileged)
+    }
+
+    /// The same for a Pod that has a UID already.
+    pub fn run_pod_as(
+        &mut self,
+        uid: &str,
+        name: &str,
+        handler: &str,
+        annotations: &[(&str, &str)],
+        privileged: bool,
+    ) -> Result<Pod> {
+        let uid = uid.to_owned();
         let host_network = NamespaceOption { network: NamespaceMode::Node.into(), ..NamespaceOption::default() };
         let security = LinuxSandboxSecurityContext {
             privileged,

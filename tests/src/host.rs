@@ -10,6 +10,7 @@ use std::{
 
 use anyhow::{Context, Result};
 use gpufence_cli::engine::{Cgroups, Containerd, Settings};
+use gpufence_grant::signature::PublicKey;
 use tempfile::TempDir;
 
 use crate::{
@@ -71,9 +72,10 @@ impl Host {
         simulated::build(&description, &root)?;
         let policy = folder.path().join("policy.toml");
         let text = format!(
-            "driver_root = {root:?}\nstate_dir = {:?}\nstage_dir = {:?}\n{}\n",
+            "driver_root = {root:?}\nstate_dir = {:?}\nstage_dir = {:?}\nkeys_dir = {:?}\n{}\n",
             folder.path().join("state"),
             folder.path().join("stage"),
+            folder.path().join("keys.d"),
             plan.policy
         );
         fs::write(&policy, text)?;
@@ -143,6 +145,14 @@ impl Host {
         let output = call.args(["inventory", "--nvml"]).env("GPUFENCE_CONFIG", self.policy()).output()?;
         anyhow::ensure!(output.status.success(), "{output:?}");
         Ok(())
+    }
+
+    /// Has the node believe these keys, and no others.
+    pub fn accept_keys(&self, keys: &[&PublicKey]) -> Result<()> {
+        let folder = self.folder().join("keys.d");
+        fs::create_dir_all(&folder)?;
+        let text: String = keys.iter().map(|key| format!("{key}\n")).collect();
+        Ok(fs::write(folder.join("keys.pub"), text)?)
     }
 
     /// The policy file.
