@@ -8,17 +8,20 @@
 //! * [`short`]: the short form for standalone hosts (`gpufence.dev/gpu`);
 //! * [`size`]: amounts of memory with their units;
 //! * [`gpu`]: how a grant names a GPU;
+//! * [`resources`]: the names by which Pods ask for GPUs; [`inventory`]: what a node has, as the scheduler is told;
 //! * [`limits`]: the limits file that a container's limiter reads;
 //! * [`agent`]: what the node agent says of itself, and what it is asked over its socket.
 //!
-//! This crate knows nothing of containerd, Kubernetes or NVIDIA's driver, and depends on no other crate of the project.
+//! This crate knows nothing of containerd, of Kubernetes beyond names, or NVIDIA's driver, and depends on no other crate of the project.
 
 pub mod agent;
 pub mod annotation;
 mod error;
 pub mod gpu;
+pub mod inventory;
 pub mod json;
 pub mod limits;
+pub mod resources;
 pub mod short;
 pub mod signature;
 #[cfg(feature = "signing")]
