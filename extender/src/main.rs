@@ -13,7 +13,7 @@ use gpufence_extender::{
     leader::{self, Election, Leadership},
     policy::Choosing,
     server,
-    tls::{Files, TlsListener},
+    tls::{self, Files, TlsListener},
 };
 use gpufence_grant::{signature::Keyring, signing::PrivateKey};
 use kube::Client;
@@ -54,6 +54,7 @@ async fn run(arguments: &Arguments) -> Result<()> {
     if let Some(folder) = &arguments.accepted_keys {
         accepted.add_folder(folder)?;
     }
+    tls::use_ring();
     let client = Client::try_default().await.context("find the cluster: set KUBECONFIG, or run in a Pod")?;
     let choosing = Choosing {
         nodes: arguments.node_policy,

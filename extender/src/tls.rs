@@ -30,6 +30,12 @@ const HANDSHAKE: Duration = Duration::from_secs(10);
 /// How often the files are looked at.
 const RELOAD: Duration = Duration::from_secs(60);
 
+/// Has all TLS of this process, kube's too, use ring. Twice is as once.
+pub fn use_ring() {
+    // An error says that it was done before.
+    let _ = ring::default_provider().install_default();
+}
+
 /// Where the certificates are, all in PEM.
 #[derive(Debug, Clone)]
 pub struct Files {

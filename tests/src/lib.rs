@@ -7,10 +7,13 @@
 //! * [`seen`]: what a container saw;
 //! * [`limited`]: a CUDA program in containers with a memory limit;
 //! * [`cri`]: a client of the Kubernetes container runtime interface;
+//! * [`api_server`]: a Kubernetes API server with faults; [`cluster`]: an extender beside it;
 //! * [`node`]: the node agent on such a machine;
 //! * [`figures`]: what benchmarks report;
 //! * [`leaks`]: what is left behind.
 
+pub mod api_server;
+pub mod cluster;
 pub mod cri;
 pub mod docker;
 pub mod figures;
