@@ -292,7 +292,7 @@ impl Extender {
                         self.ledger.drop_doubt(&uid, &node);
                     }
                     Err(error) => {
-                        tracing::warn!("whether {}/{} is bound isn't known yet: {error}", name.namespace, name.name)
+                        tracing::warn!("whether {}/{} is bound isn't known yet: {error}", name.namespace, name.name);
                     }
                 }
             }

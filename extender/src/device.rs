@@ -43,6 +43,7 @@ pub struct Use {
 
 impl Use {
     /// Both at once.
+    #[must_use]
     pub const fn plus(self, other: Self) -> Self {
         Self {
             memory: self.memory.saturating_add(other.memory),
@@ -52,6 +53,7 @@ impl Use {
     }
 
     /// One after the other.
+    #[must_use]
     pub fn or(self, other: Self) -> Self {
         Self {
             memory: self.memory.max(other.memory),

@@ -199,7 +199,7 @@ pub async fn run(client: Client, election: Election, leadership: &Leadership) {
                 leadership.set(None, &holder);
             }
             Ok(Err(error)) => {
-                tracing::warn!("the Lease {}/{} can't be renewed: {error}", election.namespace, election.name)
+                tracing::warn!("the Lease {}/{} can't be renewed: {error}", election.namespace, election.name);
             }
             Err(_) => tracing::warn!("the Lease {}/{} isn't answered for", election.namespace, election.name),
         }

@@ -13,6 +13,9 @@ use crate::{
     request::PodRequest,
 };
 
+/// What Pods are called.
+pub type Names = HashMap<Uid, PodName>;
+
 /// How many sets of victims are tried before any that will do is taken.
 const MAX_TRIES: usize = 3000;
 
@@ -20,7 +23,7 @@ const MAX_TRIES: usize = 3000;
 /// number of Pods of lower priority makes room.
 pub fn victims(
     node: &NodeState,
-    names: &HashMap<Uid, PodName>,
+    names: &Names,
     request: &PodRequest,
     priority: i32,
     proposed: &[String],
@@ -28,7 +31,9 @@ pub fn victims(
     let Ok(devices) = &node.devices else { return None };
     let fits_without = |gone: &[&str]| {
         let mut empty = devices.clone();
-        empty.iter_mut().for_each(|device| device.used = Use::default());
+        for device in &mut empty {
+            device.used = Use::default();
+        }
         let mut without = NodeState::new(node.name.clone());
         without.choosing = node.choosing;
         without.devices = Ok(empty);
@@ -116,7 +121,7 @@ mod tests {
     fn fewest_and_lowest() {
         let mut node = node(&[1000, 1000]);
         // On GPU 0: a 500, b 500; on GPU 1: c 300, d 300, e 400.
-        let mut names = HashMap::new();
+        let mut names = Names::new();
         for (uid, memory, priority) in [("a", 500, 5), ("b", 500, 9), ("c", 300, 1), ("d", 300, 1), ("e", 400, 2)] {
             let placement = place::place(&node, &app(share(memory, None))).unwrap();
             node.grant(uid.into(), placement.uses);

@@ -132,7 +132,7 @@ pub fn read(pod: &Pod) -> Result<Option<PodRequest>, RequestError> {
         None => None,
         Some("mps") => Some(Mode::Mps),
         Some(other) => {
-            let what = format!("\"{:.40}\" is not a way of sharing; write mps or leave it out", other);
+            let what = format!("\"{other:.40}\" is not a way of sharing; write mps or leave it out");
             return Err(RequestError { place: format!("annotation {WANTED_MODE}"), what });
         }
     };
@@ -238,7 +238,7 @@ mod tests {
 
     use super::*;
 
-    fn pod(limits: Value) -> Pod {
+    fn pod(limits: &Value) -> Pod {
         serde_json::from_value(json!({
             "metadata": {"name": "p"},
             "spec": {"containers": [{"name": "a", "resources": {"limits": limits}}]},
@@ -272,7 +272,7 @@ mod tests {
                 vec![Claim { count: 2, what: What::Instance("1g.10gb".into()) }],
             ),
         ] {
-            let request = read(&pod(limits.clone())).unwrap();
+            let request = read(&pod(&limits)).unwrap();
             let claims = request.map(|request| request.containers[0].claims.clone()).unwrap_or_default();
             assert_eq!(claims, expected, "{limits}");
         }
@@ -291,10 +291,10 @@ mod tests {
             (json!({"gpufence.dev/gpu-memory": "1", "gpufence.dev/gpu-compute": "101"}), "101 percent"),
             (json!({"gpufence.dev/gpu-count": "65"}), "65 GPUs, more than the 64"),
         ] {
-            let error = read(&pod(limits.clone())).unwrap_err().to_string();
+            let error = read(&pod(&limits)).unwrap_err().to_string();
             assert!(error.starts_with("container a: ") && error.contains(expected), "{limits}: {error}");
         }
-        let mut unequal = pod(json!({"gpufence.dev/gpu-memory": "2"}));
+        let mut unequal = pod(&json!({"gpufence.dev/gpu-memory": "2"}));
         let resources = unequal.spec.as_mut().unwrap().containers[0].resources.as_mut().unwrap();
         resources.requests = serde_json::from_value(json!({"gpufence.dev/gpu-memory": "1"})).unwrap();
         assert!(read(&unequal).unwrap_err().to_string().contains("the request is 1 and the limit 2"));

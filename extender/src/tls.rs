@@ -28,7 +28,7 @@ use tokio_rustls::{
 /// How long a client has for the handshake.
 const HANDSHAKE: Duration = Duration::from_secs(10);
 /// How often the files are looked at.
-const RELOAD: Duration = Duration::from_secs(60);
+const RELOAD: Duration = Duration::from_mins(1);
 
 /// Has all TLS of this process, kube's too, use ring. Twice is as once.
 pub fn use_ring() {
@@ -116,7 +116,7 @@ impl TlsListener {
                         tracing::info!("the certificates were read again");
                     }
                     Err(error) => {
-                        tracing::warn!("the certificates changed and can't be read; the old ones stay: {error:#}")
+                        tracing::warn!("the certificates changed and can't be read; the old ones stay: {error:#}");
                     }
                 }
             }
