@@ -36,7 +36,13 @@ pub(crate) fn of(node: &NodeState, request: &PodRequest) -> Refusal {
         .flat_map(|container| container.claims.iter().map(|claim| Need::of(claim, node.choosing.unit)))
         .collect();
     for need in &needs {
-        let more = |device: &Device| if need.whole { Use { memory: device.memory, compute: 0, whole: 1 } } else { Use { memory: need.memory, compute: need.compute.unwrap_or(0), whole: 0 } };
+        let more = |device: &Device| {
+            if need.whole {
+                Use { memory: device.memory, compute: 0, whole: 1 }
+            } else {
+                Use { memory: need.memory, compute: need.compute.unwrap_or(0), whole: 0 }
+            }
+        };
         let kind: Vec<&Device> = devices.iter().filter(|device| need.is_kind(device, &request.models)).collect();
         let healthy: Vec<&Device> = kind.iter().copied().filter(|device| device.healthy).collect();
         let large = healthy.iter().filter(|device| need.fits_empty(device)).count();

@@ -7,6 +7,10 @@ use gpufence_grant::signing::PrivateKey;
 use gpufence_tests::{
     api_server::{ApiServer, Fault},
     cluster::{NAMESPACE, Running, held, node, pod, pod_of, uuid},
+    cri::{Cri, RuntimeEntry},
+    host::{GPUFENCE, Host, Plan, unique},
+    programs::Engine,
+    seen::{PROBE, Seen},
 };
 use proptest::prelude::*;
 use serde_json::{Value, json};
@@ -372,6 +376,64 @@ async fn killed_in_a_bind() {
         assert_eq!(error.is_empty(), fault == Fault::Lost, "{fault:?}: {error}");
         assert!(held(&api, &key).unwrap().values().all(|held| *held <= 8192));
     }
+}
+
+/// From a Pod's resources to a container that has its share: the extender's own annotations through CRI of a real containerd,
+/// on a node that believes nobody else.
+#[test]
+fn down_to_the_container() {
+    let entry = RuntimeEntry {
+        name: "gpufence",
+        runtime_type: GPUFENCE.into(),
+        pod_annotations: &["gpufence.dev/*"],
+        ..RuntimeEntry::default()
+    };
+    let policy = "node = \"node-1\"\nrequire_signature = true";
+    let plan = Plan { engine: Engine::Containerd17, cri: true, cri_runtimes: vec![entry], policy, ..Plan::default() };
+    let host = Host::start(&plan).unwrap();
+    let key = key();
+    host.accept_keys(&[key.public()]).unwrap();
+    let gpus = [0, 1]
+        .map(|index| json!({"uuid": host.description.uuid(index), "index": index, "model": "m", "memoryMiB": 16384}));
+    let inventory = json!({"version": 1, "driverVersion": "550.163.01", "gpus": gpus}).to_string();
+    let mut machine = node(1, &[]);
+    machine["metadata"]["annotations"]["gpufence.dev/inventory"] = json!(inventory);
+
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let bound: Vec<Value> = runtime.block_on(async {
+        let api = ApiServer::start().await.unwrap();
+        api.put("nodes", machine);
+        let running = Running::start(&api, &key).await.unwrap();
+        let mut bound = Vec::new();
+        for (name, limits) in [
+            ("full", json!({"aliyun.com/gpu-mem": "16"})),
+            ("mine", json!({"gpufence.dev/gpu-memory": "4096", "gpufence.dev/gpu-compute": "30"})),
+        ] {
+            let pod = pod(name, &format!("5eed0000-0000-4000-8000-{name:0>12}"), &limits);
+            api.put("pods", pod.clone());
+            assert_eq!(running.bind(&pod, "node-1").await.unwrap(), "");
+            bound.push(api.get("pods", NAMESPACE, name).unwrap());
+        }
+        bound
+    });
+
+    let mut cri = Cri::connect(&host.containerd.socket()).unwrap();
+    let annotations: Vec<(&str, &str)> = bound[1]["metadata"]["annotations"]
+        .as_object()
+        .unwrap()
+        .iter()
+        .map(|(key, value)| (key.as_str(), value.as_str().unwrap()))
+        .collect();
+    let uid = |pod: &Value| pod["metadata"]["uid"].as_str().unwrap().to_owned();
+    let sandbox = cri.run_pod_as(&uid(&bound[1]), &unique("mine"), "gpufence", &annotations, false).unwrap();
+    let trainer = cri.run_container(&sandbox, "trainer", &[("NVIDIA_VISIBLE_DEVICES", "all")], false).unwrap();
+    let seen = Seen::from_text(&cri.exec(&trainer, &PROBE).unwrap()).unwrap();
+    assert_eq!(seen.nodes(), ["nvidia-uvm ENXIO", "nvidia1 ENXIO", "nvidiactl ENXIO"]);
+    assert_eq!(seen.limits(), [format!("{} 4096 30", host.description.uuid(1))]);
+    cri.remove_pod(&sandbox).unwrap();
+    // The same annotations on the other Pod.
+    let error = cri.run_pod_as(&uid(&bound[0]), &unique("full"), "gpufence", &annotations, false).unwrap_err();
+    assert!(error.to_string().contains("the grant is for Pod"), "{error}");
 }
 
 /// One step of a random history.
