@@ -52,7 +52,7 @@ bench: cargo release ## Measure what it costs, beside what it replaces, as ratio
 .PHONY: release
 release: cargo ## Build the programs and the limiter for use
 	limiter/build.sh $(LIMITER)
-	$(CARGO) build --release --package gpufence-cli --package gpufence-node
+	$(CARGO) build --release --package gpufence-cli --package gpufence-node --package gpufence-extender
 	# Static, docs/decisions/0005: less memory for each Pod, a quicker start for each container.
 	$(CARGO) rustc --release --package gpufence-shim --bin containerd-shim-gpufence-v1 -- --codegen target-feature=+crt-static
 	$(CARGO) rustc --release --package gpufence-shim --bin gpufence-runtime -- --codegen target-feature=+crt-static
@@ -60,11 +60,11 @@ release: cargo ## Build the programs and the limiter for use
 
 .PHONY: install
 install: ## Install the programs, the limiter, manual pages and completions below PREFIX (run `make release` first)
-	install -D -m 755 -t $(DESTDIR)$(PREFIX)/bin $(addprefix $(TARGET)/release/,gpufence containerd-shim-gpufence-v1 gpufence-runtime gpufence-hook gpufence-node)
+	install -D -m 755 -t $(DESTDIR)$(PREFIX)/bin $(addprefix $(TARGET)/release/,gpufence containerd-shim-gpufence-v1 gpufence-runtime gpufence-hook gpufence-node gpufence-extender)
 	install -D -m 644 -t $(DESTDIR)$(PREFIX)/lib/gpufence $(LIMITER)/libcuda.so.1 $(LIMITER)/libnvidia-ml.so.1
 	install -D -m 644 -t $(DESTDIR)$(PREFIX)/lib/gpufence/compute $(LIMITER)/compute/libcuda.so.1
 	$(TARGET)/release/gpufence man $(DESTDIR)$(PREFIX)/share/man/man1
-	install -D -m 644 -t $(DESTDIR)$(PREFIX)/share/man/man8 packaging/man/containerd-shim-gpufence-v1.8 packaging/man/gpufence-runtime.8 packaging/man/gpufence-hook.8 packaging/man/gpufence-node.8
+	install -D -m 644 -t $(DESTDIR)$(PREFIX)/share/man/man8 packaging/man/containerd-shim-gpufence-v1.8 packaging/man/gpufence-runtime.8 packaging/man/gpufence-hook.8 packaging/man/gpufence-node.8 packaging/man/gpufence-extender.8
 	install -D -m 644 -t $(DESTDIR)$(PREFIX)/share/man/man5 packaging/man/gpufence-config.5
 	install -d $(DESTDIR)$(PREFIX)/lib/systemd/system
 	sed 's|/usr/local|$(PREFIX)|' packaging/systemd/gpufence-node.service >$(DESTDIR)$(PREFIX)/lib/systemd/system/gpufence-node.service

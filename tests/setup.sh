@@ -82,7 +82,7 @@ demo)
     install containerd runc gcc libc6-dev make
     ;;
 tests)
-    install containerd runc crun gcc libc6-dev make busybox-static protobuf-compiler man-db python3 strace musl-tools patchelf docker.io podman
+    install containerd runc crun gcc libc6-dev make busybox-static protobuf-compiler man-db python3 strace musl-tools patchelf curl openssl docker.io podman
     unpack trixie containerd-1.7 containerd
     unpack sid containerd-2 containerd
     unpack trixie docker-26 docker.io docker-cli

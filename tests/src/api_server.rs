@@ -82,6 +82,17 @@ impl ApiServer {
         Ok(Client::try_from(kube::Config::new(format!("http://{}", self.address).parse()?))?)
     }
 
+    /// A kubeconfig of it.
+    pub fn kubeconfig(&self) -> String {
+        json!({
+            "apiVersion": "v1", "kind": "Config", "current-context": "it",
+            "clusters": [{"name": "it", "cluster": {"server": format!("http://{}", self.address)}}],
+            "users": [{"name": "it", "user": {}}],
+            "contexts": [{"name": "it", "context": {"cluster": "it", "user": "it"}}],
+        })
+        .to_string()
+    }
+
     fn store(&self) -> MutexGuard<'_, Store> {
         self.shared.store.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -1,6 +1,11 @@
 //! The extender against a stand-in of the API server: what it writes, what it survives, and that nothing is granted twice.
 
-use std::{collections::BTreeMap, time::Duration};
+use std::{
+    collections::BTreeMap,
+    io::{BufRead, BufReader},
+    process::{Command, Stdio},
+    time::Duration,
+};
 
 use gpufence_extender::{leader::Election, policy::Choosing};
 use gpufence_grant::signing::PrivateKey;
@@ -434,6 +439,93 @@ fn down_to_the_container() {
     // The same annotations on the other Pod.
     let error = cri.run_pod_as(&uid(&bound[0]), &unique("full"), "gpufence", &annotations, false).unwrap_err();
     assert!(error.to_string().contains("the grant is for Pod"), "{error}");
+}
+
+/// The program itself: HTTPS for who has a certificate and for nobody else, the Lease, and the end by a signal.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_program() {
+    let (api, key) = (ApiServer::start().await.unwrap(), key());
+    api.put("nodes", node(1, &[8192]));
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str| folder.path().join(name).to_string_lossy().into_owned();
+    std::fs::write(path("signing.key"), key.to_pem().unwrap()).unwrap();
+    std::fs::write(path("kubeconfig"), api.kubeconfig()).unwrap();
+    let openssl = |line: &str| {
+        let words = line.split_whitespace().map(|word| word.strip_prefix('@').map_or_else(|| word.to_owned(), path));
+        let output = Command::new("openssl").args(words).output().unwrap();
+        assert!(output.status.success(), "{line}: {output:?}");
+    };
+    for (name, subject) in [("ca", "/CN=authority"), ("other", "/CN=another")] {
+        openssl(&format!(
+            "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj {subject} -keyout @{name}.key -out @{name}.crt"
+        ));
+    }
+    std::fs::write(path("names"), "subjectAltName=IP:127.0.0.1\n").unwrap();
+    for (name, authority) in [("server", "ca"), ("scheduler", "ca"), ("stranger", "other")] {
+        openssl(&format!(
+            "req -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -subj /CN={name} -keyout @{name}.key -out @{name}.csr"
+        ));
+        openssl(&format!(
+            "x509 -req -in @{name}.csr -CA @{authority}.crt -CAkey @{authority}.key -CAcreateserial -days 2 -extfile @names -out @{name}.crt"
+        ));
+    }
+    let mut process = Command::new(gpufence_tests::programs::built().unwrap().join("gpufence-extender"))
+        .args(["--listen", "127.0.0.1:0", "--signing-key", &path("signing.key"), "--namespace", "gpufence"])
+        .args(["--tls-certificate", &path("server.crt"), "--tls-key", &path("server.key")])
+        .args(["--tls-client-authority", &path("ca.crt")])
+        .env("KUBECONFIG", path("kubeconfig"))
+        .env("NO_COLOR", "1")
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut lines = BufReader::new(process.stderr.take().unwrap()).lines();
+    let address = lines.find_map(|line| Some(line.unwrap().split_once("serving at ")?.1.to_owned())).unwrap();
+    std::thread::spawn(move || lines.for_each(drop));
+    let curl = |who: Option<&str>, verb: &str, body: &Value| {
+        let mut call = Command::new("curl");
+        call.args([
+            "--silent",
+            "--show-error",
+            "--max-time",
+            "15",
+            "--cacert",
+            &path("ca.crt"),
+            "--data",
+            &body.to_string(),
+        ]);
+        if let Some(who) = who {
+            call.args(["--cert", &path(&format!("{who}.crt")), "--key", &path(&format!("{who}.key"))]);
+        }
+        let output = call.arg(format!("{address}/gpufence/{verb}")).output().unwrap();
+        output.status.success().then(|| String::from_utf8(output.stdout).unwrap())
+    };
+    let pod = pod_of("a", 1024);
+    api.put("pods", pod.clone());
+    let arguments = json!({"PodName": "a", "PodNamespace": NAMESPACE, "PodUID": "uid-of-a", "Node": "node-1"});
+    // It takes the Lease, reads the cluster, and then binds.
+    let mut answer = None;
+    for _ in 0..100 {
+        answer = curl(Some("scheduler"), "bind", &arguments);
+        if answer.as_deref() == Some("{\"Error\":\"\"}") {
+            break;
+        }
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+    assert_eq!(answer.as_deref(), Some("{\"Error\":\"\"}"));
+    assert_eq!(held(&api, &key).unwrap(), [(uuid(1, 0), 1024)].into());
+    for who in [None, Some("stranger")] {
+        assert_eq!(curl(who, "bind", &arguments), None, "{who:?}");
+    }
+    let lease = || {
+        api.get("leases", "gpufence", "gpufence-extender").unwrap()["spec"]["holderIdentity"]
+            .as_str()
+            .unwrap()
+            .to_owned()
+    };
+    assert!(lease().starts_with("gpufence-extender_"));
+    assert!(Command::new("kill").arg(process.id().to_string()).status().unwrap().success());
+    assert!(process.wait().unwrap().success());
+    assert_eq!(lease(), "", "given up for the next");
 }
 
 /// One step of a random history.
